@@ -1,4 +1,4 @@
-"""Interfaces of other libraries on top of this package, one module or folder each."""
+"""Interfaces of other libraries, implemented with this package; each is one module or folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTERFACES = (*INSTALLABLE, "aidotnet", "aten", "onnxruntime")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import an interface at its first use, because most programs need none."""
+    """Import an interface at its first use, since most programs need none."""
     if name not in _INTERFACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -1,4 +1,4 @@
-"""`python -m fakequant.compat run SCRIPT [ARGUMENTS]`: an unmodified script, with the packages offered here."""
+"""`python -m fakequant.compat run SCRIPT [ARGUMENTS]` runs an unmodified script with the interfaces of this package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Runs SCRIPT as `python SCRIPT [ARGUMENTS]` would, where imports of these package
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script given on the command line."""
+    """Run the script that the command line names."""
     if arguments[:1] == ["--help"]:
         print(USAGE)
         return

@@ -1,4 +1,4 @@
-"""An operation of `fakequant.ir` with the names of AiDotNet.JitCompiler.IR."""
+"""An operation of `fakequant.ir` with the interface of AiDotNet.JitCompiler.IR."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class FakeQuantizationOp(ir.FakeQuantizationOp):
         self.output_ids, self.input_ids = list(OutputIds), list(InputIds)
 
     def Validate(self) -> bool:
-        """Whether the operation is valid; `faults` returns the reasons if not."""
+        """Whether the operation is valid; `faults` lists the reasons if not."""
         return self.validate()
 
     def ToString(self) -> str:
-        """Return the text that the original prints, with "none" if there is no input, where the original fails."""
+        """The text that the original prints; with "none" for a missing input, for which the original fails."""
         scale = "auto" if self.scale is None else f"{self.scale:.4f}"
         read = f"t{self.input_ids[0]}" if self.input_ids else "none"
         words = f"bits={self.num_bits}, scale={scale}, zeroPoint={self.zero_point:g}, symmetric={self.symmetric}"

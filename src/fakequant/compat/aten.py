@@ -1,6 +1,6 @@
-"""torch's own fake-quantization functions, with torch's signatures and errors, computed by this package.
+"""torch's fake-quantization functions, with torch's signatures and errors, computed by this package.
 
-Finite inputs give torch's bits: values, masks and gradients. Errors of torch are not copied (NaN becomes a number,
+Finite inputs give torch's bits: values, masks and gradients. torch's faults are not copied (NaN becomes a number,
 infinity the lowest code), and codes beyond 2^24 are refused; docs/compat-aten.md and
 docs/notes/differences.md list every difference.
 
@@ -32,7 +32,7 @@ from fakequant.restore import restore_after
 
 
 class CodeRange(NamedTuple):
-    """Codes from `quant_min` to `quant_max`, with the granularity and the arithmetic.
+    """The codes from `quant_min` to `quant_max`, with granularity and arithmetic.
 
     >>> CodeRange(-8, 7, PerTensor(), Arithmetic.DIVIDE).origin, CodeRange(5, 20, PerTensor(), Arithmetic.DIVIDE).origin
     (0, 5)
@@ -45,12 +45,12 @@ class CodeRange(NamedTuple):
 
     @property
     def origin(self) -> int:
-        """The code nearest to 0, from which codes are counted, because every format of this package contains 0."""
+        """The code nearest to 0; codes are counted from it, because every format of this package contains 0."""
         return max(self.quant_min, min(self.quant_max, 0))
 
     @property
     def spec(self) -> QuantSpec:
-        """Return the specification for codes counted from `origin`.
+        """The specification for codes counted from `origin`.
 
         Raises:
             SpecError: a range of fewer than two codes, or of more than 24 bits.
@@ -127,21 +127,21 @@ def fake_quantize_per_channel_affine(
 def fake_quantize_per_tensor_affine_cachemask(
     input: Tensor, scale: float | Tensor, zero_point: int | Tensor, quant_min: int, quant_max: int
 ) -> tuple[Tensor, Tensor]:
-    """`fake_quantize_per_tensor_affine`, and where its gradient reaches the input: bool, the shape of the input."""
+    """`fake_quantize_per_tensor_affine`, and a bool mask [shape of input] of where its gradient reaches the input."""
     return _values_and_mask(_per_tensor(input, scale, zero_point, quant_min, quant_max))
 
 
 def fake_quantize_per_channel_affine_cachemask(
     input: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_min: int, quant_max: int
 ) -> tuple[Tensor, Tensor]:
-    """`fake_quantize_per_channel_affine`, and where its gradient reaches the input: bool, the shape of the input."""
+    """`fake_quantize_per_channel_affine`, and a bool mask [shape of input] of where its gradient reaches the input."""
     return _values_and_mask(_per_channel(input, scale, zero_point, axis, quant_min, quant_max))
 
 
 def _fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     input: Tensor, scale: Tensor, zero_point: Tensor, fake_quant_enabled: Tensor, quant_min: int, quant_max: int
 ) -> tuple[Tensor, Tensor]:
-    """`fake_quantize_per_tensor_affine_cachemask`, or the unchanged input if the switch [1] is 0."""
+    """`fake_quantize_per_tensor_affine_cachemask`, or the unchanged input if `fake_quant_enabled` [1] is 0."""
     call = _per_tensor(input, scale, zero_point, quant_min, quant_max)
     if not fake_quant_enabled.item():
         return input.clone(), torch.ones_like(input, dtype=torch.bool)
@@ -149,7 +149,7 @@ def _fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
 
 
 def fake_quantize_per_tensor_affine_cachemask_backward(grad: Tensor, mask: Tensor) -> Tensor:
-    """The gradient of the input: `grad` where the mask is set, else 0, also where `grad` is NaN or infinite.
+    """The gradient of the input: `grad` where the mask is set, else 0, even where `grad` is NaN or infinite.
 
     Raises:
         CallError: a RuntimeError, as torch raises for a mask of another dtype or size.
@@ -199,7 +199,7 @@ def _fake_quantize_learnable_per_channel_affine(
     quant_max: int,
     grad_factor: float = 1.0,
 ) -> Tensor:
-    """`torch._fake_quantize_learnable_per_channel_affine`: as per tensor, with scale and zero point [C]."""
+    """`torch._fake_quantize_learnable_per_channel_affine`, with scale and zero point [C] that get gradients, too."""
     _check_channels(input, scale, zero_point, axis)
     codes = _codes(quant_min, quant_max, PerChannel(operator.index(axis)))
     return _values(_learnable(input, scale, zero_point, codes, grad_factor))
@@ -219,7 +219,7 @@ _originals: dict[str, Any] = {}
 
 @contextmanager
 def routed() -> Iterator[None]:
-    """Replace torch's fake-quantization functions by those of this module inside a block, in every thread.
+    """A context in which this module's functions replace torch's fake-quantization functions, in all threads.
 
     This serves models that call them as `torch.<name>`, such as torch.ao.quantization's FakeQuantize. It may be nested,
     left by an exception, and used as a decorator. It does not replace names that were imported from torch
@@ -254,11 +254,11 @@ def routed() -> Iterator[None]:
 
 
 class _Call(NamedTuple):
-    """Checked arguments.
+    """The checked arguments of a call.
 
     Attributes:
         params: scale, and zero point counted from the origin of the codes [groups, axes kept].
-        added: a zero point that torch adds before rounding [groups, axes kept]; the other one is then 0.
+        added: a zero point that torch adds before rounding [groups, axes kept]; the zero point in `params` is then 0.
     """
 
     x: Tensor
@@ -268,7 +268,7 @@ class _Call(NamedTuple):
 
     @property
     def is_one_operation(self) -> bool:
-        """Whether the operator alone has torch's bits; for float64 torch computes reciprocals in float32."""
+        """Whether one call of the operator gives torch's bits; in float64 torch computes reciprocals in float32."""
         return self.added is None and self.x.dtype != torch.float64
 
 
@@ -285,7 +285,7 @@ def _values_and_mask(call: _Call) -> tuple[Tensor, Tensor]:
 
 
 def _around_the_operator(call: _Call) -> tuple[Tensor, Tensor]:
-    """Round with the operator at scale 1, between torch's own steps to codes and back; only x gets a gradient."""
+    """Round by the operator with scale 1, between torch's steps to codes and back; only x gets a gradient."""
     x, scale, zero_point = call.x, call.params.scale, call.params.zero_point
     steps = x.detach().double() * scale.reciprocal().double()
     if call.added is not None:
@@ -364,7 +364,7 @@ def _call(x: Tensor, scale: Tensor, zero_point: Tensor, codes: CodeRange, *, add
 
 
 def _one(name: str, value: Tensor) -> Tensor:
-    """Return a tensor of one element as a 0-d tensor."""
+    """A tensor of one element as a 0-d tensor; raises CallError for others."""
     if value.numel() != 1:
         raise CallError(f"{name} has shape {list(value.shape)}; expected one element, or use the function per channel")
     return value.reshape(())

@@ -1,4 +1,4 @@
-"""ONNX Runtime's training operators FakeQuant and FakeQuantGrad, for tensors and in the public onnxruntime wheel.
+"""ONNX Runtime's training operators FakeQuant and FakeQuantGrad, for tensors, and for the public onnxruntime wheel.
 
 y = (clamp(rint(x / scale) + zero_point) - zero_point) * scale, and a mask that is true where the code was in range
 before it was clamped; docs/notes/differences.md lists what differs from the kernels.
@@ -44,7 +44,7 @@ __all__ = ["attach_functions", "export_fake_quant", "fake_quant", "fake_quant_gr
 def fake_quant(
     x: Tensor, scale: float | Tensor, zero_point: float | Tensor, quant_min: int = 0, quant_max: int = 255
 ) -> tuple[Tensor, Tensor]:
-    """com.microsoft.FakeQuant: x quantized and decoded, and the mask that `fake_quant_grad` needs.
+    """com.microsoft.FakeQuant: x quantized and dequantized, and the mask that `fake_quant_grad` needs.
 
     Differentiable: the gradient of y reaches x where the mask is set, and a scale or zero point that requires grad.
 
@@ -83,7 +83,7 @@ def fake_quant(
 
 
 def fake_quant_grad(dy: Tensor, mask: Tensor) -> Tensor:
-    """com.microsoft.FakeQuantGrad: dy where the mask is set, else exactly 0; differentiable by dy.
+    """com.microsoft.FakeQuantGrad: dy where the mask is set, else exactly 0; differentiable with respect to dy.
 
     Args:
         dy: the gradient of y, any shape.
@@ -104,7 +104,7 @@ def fake_quant_grad(dy: Tensor, mask: Tensor) -> Tensor:
 
 
 def _scalar(name: str, value: float | Tensor, x: Tensor) -> Tensor:
-    """Return a parameter as a 0-d tensor in the dtype of the computation."""
+    """A parameter as a 0-d tensor in the dtype of computation."""
     dtype = compute_dtype(x.dtype)
     given = value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device="cpu")
     if given.shape not in ((), (1,)):
@@ -118,13 +118,13 @@ def _scalar(name: str, value: float | Tensor, x: Tensor) -> Tensor:
 MICROSOFT = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
 _CAST_LIKE_OPSET = 15
-"""The first operator set with CastLike, which the functions need."""
+"""The first opset with the operator CastLike, which the function definitions use."""
 _IR_VERSION = 9
-"""The first version of the file format in which functions have attributes with defaults."""
+"""The first IR version of files whose functions have attributes with defaults."""
 
 
 def attach_functions(model: ModelProto) -> ModelProto:
-    """Return a copy of a model with definitions of its FakeQuant and FakeQuantGrad nodes, which runs anywhere.
+    """Add definitions of FakeQuant and FakeQuantGrad to a copy of a model, so that it runs in any ONNX runtime.
 
     Nodes without the mask output or an attribute get it: ONNX Runtime needs the mask to infer types, and onnx's
     ReferenceEvaluator ignores defaults. The definitions are local functions of the domain com.microsoft. If ONNX
@@ -254,7 +254,7 @@ def export_fake_quant(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> Path:
-    """Write a calibrated model as ONNX for training, with float weights and one FakeQuant per quantizer.
+    """Write a calibrated model as ONNX for training, with float weights and a FakeQuant node for every quantizer.
 
     ONNX Runtime's training builds the gradient graph from it, with a FakeQuantGrad for every FakeQuant. The functions
     are attached, so the public wheel runs the file too. Weights keep the names of the torch parameters. The model is
@@ -293,7 +293,7 @@ def export_fake_quant(
 
 
 def _lower(model: ModelProto) -> None:
-    """Replace every quantizer of a traced model by a FakeQuant, in place."""
+    """Replace every quantizer of a traced model by a FakeQuant node, in place."""
     from onnx import TensorProto, helper
 
     editor = GraphEditor(model.graph)
@@ -341,7 +341,7 @@ def _lower(model: ModelProto) -> None:
 
 
 def _without_axes(to: Emitter, name: str, value: str) -> str:
-    """A parameter [groups, axes kept] as one float32 number."""
+    """Add nodes that turn a parameter [groups, axes kept] into one float32 number; returns its name."""
     if to.editor.is_constant(value):
         return to.number(name, to.editor.tensor(value).item())
     return to.scalar(to.as_float32(value))

@@ -1,1 +1,1 @@
-"""Support for other libraries, one file each; import the file to use it."""
+"""Support for other libraries, one file for each; import the file to use it."""

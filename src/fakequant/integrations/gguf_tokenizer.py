@@ -1,7 +1,7 @@
-"""The tokenizer of a model of transformers as the metadata of a GGUF file.
+"""The metadata of a GGUF file for a transformers model's tokenizer, and the architectures that can be written.
 
-Source: `conversion/base.py` of llama.cpp. Two things differ from it: scores are taken from the order of the merges,
-where that converter gives all tokens one score, and merges are written for all tokenizers, because transformers reads
+Source: `conversion/base.py` of llama.cpp. Two things differ: scores come from the order of the merges, while
+llama.cpp's converter gives all tokens one score; and merges are written for all tokenizers, because transformers reads
 them.
 
 Source: the converters of llama.cpp, `conversion/*.py`, and its graphs, `src/models/*.cpp`.
@@ -41,7 +41,7 @@ _BLANK = "▁"
 
 
 class _Type(IntEnum):
-    """Types of tokens, as llama.cpp numbers them."""
+    """The types of tokens, as llama.cpp numbers them."""
 
     NORMAL = 1
     CONTROL = 3
@@ -51,11 +51,11 @@ class _Type(IntEnum):
 
 
 def describe_tokenizer(writer: Any, model: Any) -> None:
-    """Add the tokenizer that lies where the model was loaded from; without one, a warning and no tokenizer.
+    """Add the tokenizer from the folder from which the model was loaded; without a tokenizer, only warn.
 
     Args:
         writer: a `gguf.GGUFWriter`.
-        model: of transformers.
+        model: a model of transformers.
 
     Raises:
         CheckpointError: a tokenizer that llama.cpp does not know.
@@ -119,7 +119,7 @@ def _tokenizer_of(model: Any) -> Any:
 
 
 def _kind_of(data: Mapping[str, Any]) -> tuple[str, str]:
-    """What llama.cpp calls a tokenizer, and the way in which it cuts texts before."""
+    """llama.cpp's names of the kind of tokenizer and of its pre-tokenizer; CheckpointError for unknown ones."""
     model = data["model"]
     if model["type"] != "BPE":
         raise CheckpointError(f"the tokenizer is a {model['type']!r:.80}; files are written for BPE alone")
@@ -140,14 +140,14 @@ def _kind_of(data: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _parts(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """The steps in a sequence of steps, or the only one."""
+    """The steps of a sequence of steps, or a single step as a list; [] for None."""
     if step is None:
         return []
     return next((step[key] for key in ("pretokenizers", "normalizers") if key in step), [step])
 
 
 def _tokens(tokenizer: Any, size: int) -> Iterator[tuple[str, int]]:
-    """Text and type of every token; numbers without one are unused."""
+    """The text and type of every token id; ids without a text are unused."""
     texts = {number: text for text, number in tokenizer.get_vocab().items()}
     if texts and max(texts) >= size:
         raise CheckpointError(f"the tokenizer has token {max(texts)}, but the model's vocab_size is {size}")
@@ -178,7 +178,7 @@ def _gemma3(writer: Any, config: Any) -> None:
 
 
 def _gemma_scale(config: Any) -> str:
-    """llama.cpp knows the largest models by their layers, and scales by the size of a head in all others."""
+    """The reason why llama.cpp would scale a Gemma's attention differently, or ""; layer counts tell the largest."""
     largest = config.num_hidden_layers in (46, 62)
     expected = config.hidden_size // config.num_attention_heads if largest else head_size(config)
     if (config.attn_logit_softcapping is None) != (config.model_type == "gemma3_text"):
@@ -227,7 +227,7 @@ def _experts(writer: Any, config: Any) -> None:
 
 
 def _qwen_experts(config: Any) -> str:
-    """Why llama.cpp cannot hold the experts of a Qwen, "" if it can: it has them in all layers."""
+    """The reason why llama.cpp cannot hold the experts of a Qwen model, or ""; it expects experts in all layers."""
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
         return "not all of its layers have experts"
     wanted = config.model_type == "qwen3_moe"
@@ -242,7 +242,7 @@ def _gpt2(writer: Any, config: Any) -> None:
 
 
 def _gpt2_options(config: Any) -> str:
-    """llama.cpp computes the network of the paper, without the options that came later."""
+    """The reason why llama.cpp computes a GPT-2 differently, or ""; it has no options later than the paper."""
     wanted = {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
     for key, value in {**wanted, "add_cross_attention": False}.items():
         if (own := getattr(config, key)) != value:
@@ -251,7 +251,7 @@ def _gpt2_options(config: Any) -> str:
 
 
 def _gpt2_unread(config: Any, said: Mapping[str, Any]) -> str:
-    """Sizes that transformers 5.23 does not take from the file: those of GPT-2 stand in their place."""
+    """The sizes that transformers 5.23 does not read from the file, but replaces by those of GPT-2, as text or ""."""
     width = config.n_inner or 4 * config.n_embd
     sizes = {"n_positions": (config.n_positions, 1024), "n_inner": (width, 4 * config.n_embd)}
     if "tokenizer.ggml.tokens" not in said:

@@ -20,8 +20,8 @@ class LightningQATCallback(Training, _lightning.Callback):
     """Quantization-aware training by `Trainer.fit`, with the arguments of `fakequant.qat.Training`.
 
     `fit` prepares and calibrates the module before it makes the optimizers. Checkpoints hold ranges and learned scales,
-    and `fit(ckpt_path=...)` gives the losses of an uninterrupted run. A teacher's distance joins what `training_step`
-    returns.
+    and `fit(ckpt_path=...)` gives the losses of an uninterrupted run. A teacher's distance is added to the loss from
+    `training_step`.
 
     Args:
         module: the name of the part that `training_step` calls with a batch, as "net" for `self.net(x)`. By default the
@@ -98,4 +98,4 @@ class LightningQATCallback(Training, _lightning.Callback):
 
 
 QATCallback = LightningQATCallback
-"""The name as in the Trainer of transformers."""
+"""The same name as the callback for transformers."""

@@ -1,7 +1,7 @@
 """`save_pretrained`, `from_pretrained` and the Trainer of Hugging Face's transformers for quantized models.
 
-Importing this module registers the quantization method "fakequant" with transformers. A program that does not import
-it gets a warning from transformers that the method is unknown, and the float model.
+Importing this module registers the quantization method "fakequant" with transformers. Without the import,
+transformers warns that the method is unknown, and loads the float model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FakeQuantConfig(QuantizationConfigMixin):
         layers: the manifest entry of every quantized layer, by path.
         tensors: dtype and shape of every tensor of a quantizer, by path.
         sites: the manifest entries of the functions that have quantizers.
-        stale: the paths of quantizers whose scales were made for other weights, which a warning says.
+        stale: the paths of quantizers whose scales were made for other weights, for a warning.
         quant_method: "fakequant".
     """
 
@@ -68,7 +68,7 @@ class FakeQuantConfig(QuantizationConfigMixin):
 
     @classmethod
     def of(cls, model: nn.Module) -> FakeQuantConfig:
-        """Return the configuration of a prepared model in its present state."""
+        """The configuration of a prepared model in its present state."""
         plan = snapshot(model).plan
         tensors = {
             f"{name}.{key}": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
@@ -142,7 +142,7 @@ class FakeQuantHfQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, model: PreTrainedModel
     ) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        """Update the configuration to the present state of the model; `save_pretrained` calls this before it writes."""
+        """Update the configuration to the present state; `save_pretrained` calls this before it writes."""
         refuse_stored(model, "save")
         self.quantization_config = FakeQuantConfig.of(model)
         model.config.quantization_config = self.quantization_config
@@ -176,7 +176,7 @@ register_quantizer(METHOD)(FakeQuantHfQuantizer)
 
 
 def enable_saving(model: Model) -> Model:
-    """Make `model.save_pretrained` save the quantizers too, so that `from_pretrained` restores the quantized model.
+    """Make `model.save_pretrained` also save the quantizers, for `from_pretrained` to restore the quantized model.
 
     Every save writes a new `quantization_config` into `config.json`. A quantized model that `from_pretrained` returned
     does not need this call.
@@ -185,7 +185,7 @@ def enable_saving(model: Model) -> Model:
         model: a prepared model of transformers, which is returned.
 
     Raises:
-        CheckpointError: the model has no quantizers, or is none of transformers.
+        CheckpointError: the model has no quantizers, or is not from transformers.
 
     >>> from tempfile import TemporaryDirectory
     >>> from transformers import BertConfig, BertModel
@@ -216,7 +216,7 @@ def enable_saving(model: Model) -> Model:
 
 
 def _names_in(model: PreTrainedModel, named: dict[str, Any]) -> dict[str, Any]:
-    """Translate paths to this model: a model with a head holds the base model as an attribute."""
+    """Translate paths to this model, which may hold the base model as an attribute, or be the base model."""
     prefix, paths = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules() if name}
     if model.base_model_prefix not in paths:
         return {name.removeprefix(prefix): value for name, value in named.items()}
@@ -241,7 +241,7 @@ class QATCallback(Training, TrainerCallback):
     resumed training gives the losses of an uninterrupted one. A teacher needs a model that computes its loss itself.
 
     Raises:
-        ConfigError: what the Trainer was given does not fit (says what to do).
+        ConfigError: the Trainer's model, loss or settings do not fit (says what to do).
         CheckpointError: a checkpoint of other settings.
 
     >>> callback = QATCallback("int8", [{"input_ids": torch.ones(1, 4, dtype=torch.long)}], teacher="float")
@@ -249,7 +249,7 @@ class QATCallback(Training, TrainerCallback):
 
     _used = True
     _loop: Sequence[FrameType] = ()
-    """The frame of the Trainer's method that trains: the Trainer has no event for an error or an interrupt in it."""
+    """The frame of the Trainer's training method, to notice errors and interrupts, which have no event."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:  # pyright: ignore
         self.prepare(model)
@@ -323,7 +323,7 @@ class QATCallback(Training, TrainerCallback):
 
 
 def _loops() -> list[FrameType]:
-    """The frames of the Trainer's methods that are running, from the innermost one on."""
+    """The running frames of the Trainer's methods, innermost first."""
     found, frame = list[FrameType](), sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "transformers.trainer":
@@ -333,7 +333,7 @@ def _loops() -> list[FrameType]:
 
 
 def _share(model: Any, kwargs: Any) -> float | Tensor:
-    """The share that a batch has in the loss of a step, where the model divides by the items of all its batches."""
+    """The share of a batch in the loss of a step if the model divides by the items of all its batches; else 1."""
     items, labels = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels", kwargs.get("labels"))
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
     names = getattr(unwrap(type(model).forward), "__code__", _share.__code__).co_names

@@ -1,9 +1,9 @@
-"""A key/value cache of Hugging Face's transformers that quantizes what is written to it.
+"""A key/value cache of transformers that quantizes keys and values, and named attention functions.
 
-Attention of Hugging Face's transformers that runs in a kernel: its query, key and value can get quantizers.
+Attention of Hugging Face's transformers that runs in a kernel can get quantizers of query, key and value.
 
 `sdpa` and `eager` attention call functions of torch, which `Rule(ops=("sdpa", "matmul"))` names. `flex_attention` and
-`flash_attention` call none that can be looked into. Importing this module registers an attention function for each of
+`flash_attention` call kernels that cannot be traced. Importing this module registers an attention function for each of
 them with transformers, which calls it as one function that rules name: `attention`.
 """
 
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 PREFIX = "fakequant_"
-"""What the names of the registered functions begin with."""
+"""The prefix of the names of the registered functions."""
 Model = TypeVar("Model", bound="PreTrainedModel")
 
 
 def name_attention(model: Model) -> Model:
-    """Have rules see the attention of a model as one function `attention`, in place.
+    """Make the attention of a model one function `attention` for rules, in place.
 
     Call it before `prepare`, and before `fakequant.load`. Query, key and value get quantizers as the attention function
     takes them: after the rotary embedding, keys and values with their own number of heads.
 
     Args:
-        model: a model of transformers in float, whose attention is any of transformers but "eager".
+        model: a float model of transformers, with any attention of transformers except "eager".
 
     Raises:
-        ConfigError: its attention is no registered function.
+        ConfigError: the model's attention is not a registered function.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(
@@ -76,30 +76,30 @@ def name_attention(model: Model) -> Model:
 
 
 class Run(NamedTuple):
-    """Queries of a call, one behind the other, that see the same keys and values."""
+    """Consecutive queries of a call that read the same keys and values."""
 
     first: int
     stop: int
     quantized: list[int]
-    """The length of what is quantized of each sequence of the batch."""
+    """The number of quantized tokens in each sequence of the batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class ByQuery:
-    """Keys, or values, that are not the same for all queries of a call: each sees more of them quantized.
+    """Keys or values that differ between queries of a call: later queries read more of them quantized.
 
-    Every function of torch refuses it; the attention functions of this module take it.
+    Only the attention functions of this module take such keys or values; every function of torch raises ConfigError.
     """
 
     floats: Tensor
-    """[n, heads, length, features]"""
+    """All keys or values in float [n, heads, length, features]."""
     settled: Tensor
     runs: list[Run]
     padding: list[int]
-    """The number of tokens, of each sequence, that the cache takes for padding before it."""
+    """The number of padding tokens before each sequence, by the mask of the cache."""
 
     def seen_by(self, run: Run) -> Tensor:
-        """The keys of some queries, to the last of these."""
+        """The keys or values that the queries of a run read, up to the last of these queries."""
         length = self.floats.shape[2] - self.runs[-1].stop + run.stop
         ends = torch.tensor(run.quantized, device=self.floats.device).view(-1, 1, 1, 1)
         is_quantized = torch.arange(length, device=ends.device).view(-1, 1) < ends
@@ -107,7 +107,7 @@ class ByQuery:
 
     @property
     def shape(self) -> torch.Size:
-        """That of all keys."""
+        """The shape of all keys or values."""
         return self.floats.shape
 
     def __getattr__(self, name: str) -> Any:
@@ -134,7 +134,7 @@ _BY_QUERY = (
 def _attend_by_query(
     name: str, module: nn.Module, query: Tensor, key: ByQuery, value: ByQuery, mask: Any, *args: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention, query by query: each reads the cache that it would read if its token had been written alone."""
+    """Compute attention run by run: each query reads the cache as if its token had been written alone."""
     is_causal = options.get("is_causal")
     if name != "sdpa" or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ConfigError(_BY_QUERY)
@@ -190,15 +190,15 @@ for _name in list(ALL_ATTENTION_FUNCTIONS):
 
 Quantizers = QuantSpec | str | Iterable[Quantizer]
 _BATCH, _TOKENS = 0, 2
-"""Axes of keys and values."""
+"""The axes of sequences and of tokens in keys and values."""
 
 
 class FakeQuantCache(DynamicCache):
     """A `DynamicCache` of fake-quantized keys and values [n, heads, length, features].
 
     Every call of an attention module writes the keys and values of its new positions. They are quantized after the
-    rotary embedding, once. What they become depends on the tokens and their places alone, not on padding, on other
-    sequences or on the number of positions in a call. The states of linear attention and of indexers stay in float.
+    rotary embedding, once. The result depends only on the tokens and their places, not on padding, on other sequences
+    or on the number of positions in a call. The states of linear attention and of indexers stay in float.
 
     Per token, or in blocks of features, a position is quantized when it is written. In blocks of tokens
     ("per_block(-2:32)": per channel, in groups of 32 tokens) a group is quantized when its last token is written, and
@@ -211,9 +211,9 @@ class FakeQuantCache(DynamicCache):
         residual_length: the least number of newest tokens in float.
         rotate: whether keys are quantized after a Hadamard rotation of every head, which spreads outliers. They are
             rotated back, so that queries stay as they are: q (Q(k H) H) is (q H) Q(k H).
-        attention_mask: which tokens of the prompt [n, length] are none but padding; batches need it where tokens are
+        attention_mask: which tokens of the prompt [n, length] are not padding; batches need it where tokens are
             quantized in groups or stay in float.
-        config: of the model, as for `DynamicCache`: layers with a sliding window keep the positions of it alone.
+        config: of the model, as for `DynamicCache`: layers with a sliding window keep only its positions.
 
     Raises:
         CalibrationError: a quantizer has no range.
@@ -264,7 +264,7 @@ class FakeQuantCache(DynamicCache):
 
     @property
     def _waits(self) -> bool:
-        """Whether tokens are in float before they are quantized."""
+        """Whether tokens stay in float for a while before they are quantized."""
         return self._group > 1 or self._residual > 0
 
     def __repr__(self) -> str:
@@ -308,17 +308,17 @@ class FakeQuantCache(DynamicCache):
         return ByQuery(floats[0], keys, runs, padding), ByQuery(floats[1], values, runs, padding)
 
     def _quantized(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as their quantizers make them."""
+        """Keys and values after their quantizers [n, heads, length, features]."""
         quantizer = _of_layer(self._key_quantizers, layer, "keys")
         keys = walsh_hadamard(quantizer(walsh_hadamard(keys))) if self._rotate else quantizer(keys)
         return keys, _of_layer(self._value_quantizers, layer, "values")(values)
 
     def _count(self, tokens: int) -> int:
-        """The number of quantized tokens, the oldest ones, of a sequence of this length."""
+        """How many of the oldest tokens are quantized in a sequence of `tokens` tokens."""
         return self._group * (max(tokens - self._residual, 0) // self._group)
 
     def _settle(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
-        """Quantize, in place, what became due since these keys and values had the length `start`."""
+        """Quantize, in place, the groups that were completed since keys and values had the length `start`."""
         padding, length = self._padding_of(len(keys)), keys.shape[_TOKENS]
         for pad in sorted({*padding}):
             first, stop = pad + self._count(start - pad), pad + self._count(length - pad)
@@ -328,7 +328,7 @@ class FakeQuantCache(DynamicCache):
                 keys[part], values[part] = self._quantized(layer, keys[part], values[part])
 
     def _padding_of(self, sequences: int) -> list[int]:
-        """The padding before each of the sequences, of which beams have several for one of the prompt."""
+        """The number of padding tokens before each sequence; each prompt may have several beams."""
         if sequences > 1 and not self._knows_padding:
             raise ConfigError(
                 f"{sequences} sequences may begin with padding, which belongs to no group of tokens: give "
@@ -341,29 +341,29 @@ class FakeQuantCache(DynamicCache):
         return [pad for pad in self._padding for _ in range(sequences // len(self._padding))]
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some of the sequences."""
+        """Keep only the sequences with these indices."""
         if self._knows_padding:
             for _, layer in list(self._written())[:1]:
                 self._padding = torch.tensor(self._padding_of(len(layer.keys)), device="cpu")[indices.cpu()].tolist()
         super().batch_select_indices(indices)
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
-        """Forget all positions; the next prompt has the padding of the first, or that of another mask."""
+        """Forget all positions; the next prompt has the padding of the given mask, or that of the first prompt."""
         if attention_mask is not None:
             self._padding, self._knows_padding = _padding(attention_mask), True
         super().reset()
 
     def activate_past_recording(self) -> None:
-        """Keep what `crop` brings back, until the next `crop`: the floats of new positions."""
+        """Keep new positions also in float, for the next `crop` to restore."""
         self._past = {}
         super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest positions, of which `tokens_to_remove` is the negative number.
+        """Remove the newest positions; `tokens_to_remove` is minus their number.
 
         Raises:
-            ConfigError: quantized positions would be in float again, and `activate_past_recording` was not called
-                before they were written.
+            ConfigError: quantized positions would have to be in float again, and `activate_past_recording` was not
+                called before they were written.
         """
         found = {}
         for index, layer in self._written() if self._waits and tokens_to_remove < 0 else ():
@@ -386,27 +386,27 @@ class FakeQuantCache(DynamicCache):
             self._past = {}
 
     def _written(self) -> Iterator[tuple[int, Any]]:
-        """The layers that have keys, by their index."""
+        """Yield the layers that have keys, with their indices."""
         for index, layer in enumerate(self.layers):
             if isinstance(layer, DynamicLayer) and layer.keys is not None:
                 yield index, layer
 
     def _past_of(self, index: int) -> _Past | None:
-        """What is recorded of a layer, as long as nothing else has changed the layer."""
+        """The recorded floats of a layer, or None if they are not recorded, or the layer was changed elsewhere."""
         past = None if self._past is None else self._past.get(index)
         layer: Any = self.layers[index] if past is not None else None
         return past if past is not None and layer.keys is past.seen else None
 
 
 class _Past(NamedTuple):
-    """A layer since the last `crop`: new positions are in float."""
+    """The keys and values of a layer with the new positions since the last `crop` in float."""
 
     start: int
-    """Its length at that `crop`."""
+    """The length of the layer at that `crop`."""
     keys: Tensor
     values: Tensor
     seen: Tensor
-    """The keys that the layer has since it was recorded."""
+    """The keys of the layer after the last update, to notice changes."""
 
 
 _SLIDING = (
@@ -424,10 +424,10 @@ def _named(quantizers: Quantizer | list[Quantizer]) -> str:
 
 
 def _tokens_in_group(quantizer: Quantizer, what: str) -> int:
-    """How many neighbouring tokens share a scale.
+    """How many consecutive tokens share a scale.
 
     Raises:
-        ConfigError: all tokens of a call, or several sequences.
+        ConfigError: all tokens of a call, or several sequences, would share a scale.
     """
     if not quantizer.scales_each_call:
         return 1
@@ -445,7 +445,7 @@ def _tokens_in_group(quantizer: Quantizer, what: str) -> int:
 
 
 def _padding(attention_mask: Tensor) -> list[int]:
-    """How many tokens of padding each sequence begins with."""
+    """The number of padding tokens before each sequence."""
     mask = torch.as_tensor(attention_mask).bool()
     if mask.dim() != 2 or bool(((mask[:, 1:] > mask[:, :-1]).sum(-1) + mask[:, 0] > 1).any()):
         raise ConfigError(

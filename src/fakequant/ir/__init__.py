@@ -1,4 +1,4 @@
-"""A typed graph of a quantized model: to see where it is quantized, to check it, to optimise it, to run it compiled."""
+"""A typed graph of a quantized model, to show where it is quantized, and to check, optimise and compile it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs from models, and to ONNX files."""
+"""Capture graphs from models, and write graphs to ONNX files."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def capture(
     dynamic_shapes: Any = None,
     name: str | None = None,
 ) -> Graph:
-    """The graph of a model, which computes the same bits.
+    """Capture a model as a graph that computes the same bits.
 
     Parameters and buffers are constants of the graph, the same tensors as the model's, so that training one trains the
-    other. Learned ranges are constants as they are now. The model is captured in the mode it is in; a batch
-    normalisation in training mode, which changes its statistics, is refused. Where layers quantize gradients, those of
-    the graph are floats.
+    other. Learned ranges become constants with their present values. The model is captured in its present mode;
+    a batch normalisation in training mode, which changes its statistics, is refused. Gradients of the graph are not
+    quantized, even if layers quantize theirs.
 
     Args:
         model: any module that torch.export can trace, prepared and calibrated or not quantized at all.
         example: an input, a tuple of inputs, or a dict of keyword arguments.
         inputs: which part of the example the model gets, as for `calibrate`: 0 for a loader's batch of (x, y).
         dynamic_shapes: as for `torch.export.export`; such dimensions are -1. A length of 1 is doubled there.
-        name: of the graph; by default that of the model's class.
+        name: the name of the graph; by default that of the model's class.
 
     Returns:
         A valid graph. Its inputs are the tensors of the example in order, its outputs the tensors that the model
         returns in order.
 
     Raises:
-        GraphError: an operation that cannot be in a graph; names it and the module it is in.
+        GraphError: an operation that cannot be in a graph; the message names it and its module.
         CalibrationError: a quantizer that is not calibrated.
         torch.export's errors: the model cannot be traced.
 
@@ -118,16 +118,16 @@ _LENGTH = 2
 def export_onnx(
     graph: Graph, path: str | os.PathLike[str], example: tuple[Tensor, ...] | None = None, **options: Any
 ) -> ExportReport:
-    """Write a graph as ONNX, every quantizer as QuantizeLinear and DequantizeLinear with the same results.
+    """Write a graph as ONNX, with every quantizer as QuantizeLinear and DequantizeLinear with the same results.
 
-    Inputs have the names that they have in the graph. Folded weights are float constants in the file.
+    Inputs have their names in the graph. Folded weights are float constants in the file.
 
     Args:
-        graph: what to write; it is checked.
+        graph: the graph, which is checked.
         path: the file to write.
-        example: its inputs, whose ranges `fakequant.verify_onnx` draws its own from; by default numbers from -1 to 1
-            and zeros for integers, with 2 for dynamic dimensions.
-        options: further ones of `fakequant.export_onnx`: opset, style, output_names.
+        example: inputs, in whose ranges `fakequant.verify_onnx` draws random inputs; by default numbers from -1 to 1,
+            zeros for integers, and 2 for dynamic dimensions.
+        options: further options of `fakequant.export_onnx`: opset, style, output_names.
 
     Raises:
         GraphError: the graph is not valid.

@@ -1,4 +1,4 @@
-"""Operations from graphs of torch.fx, and quantizers of such graphs that compute the ReLU before them.
+"""Conversion of torch.fx graphs to operations, and quantizers of fx graphs that also compute the ReLU before them.
 
 Changes in place become new tensors, and each node an `IROp`.
 """
@@ -28,10 +28,10 @@ _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def unite_types(graph: fx.Graph) -> None:
-    """Take tensors without elements out of concatenations, and convert the others to the type of the result, in place.
+    """Remove empty tensors from concatenations, and convert the other tensors to the result's dtype, in place.
 
-    Rotary embeddings of a whole head leave a slice of length 0, which is concatenated; points of float coordinates get
-    labels of integers.
+    Rotary embeddings of a whole head concatenate a slice of length 0; detectors concatenate float coordinates and
+    integer labels.
     """
     for node in list(graph.nodes):
         if node.target is not _CAT or not isinstance(node.meta.get("val"), Tensor):
@@ -51,12 +51,12 @@ def unite_types(graph: fx.Graph) -> None:
 
 
 def remove_changes_in_place(graph: fx.Graph) -> bool:
-    """Replace every operator that changes a tensor by the one that returns a new one.
+    """Replace every in-place operator by the operator that returns a new tensor.
 
     torch's functionalization would also decompose batch normalization, and drop the modules that operations are from.
 
     Returns:
-        Whether that was possible; if not, because views of the same memory are about, nothing is replaced.
+        Whether that was possible; if views share the memory, nothing is replaced.
     """
     nodes = list(graph.nodes)
     changes = [node for node in nodes if changes_in_place(node)]
@@ -84,7 +84,7 @@ def remove_changes_in_place(graph: fx.Graph) -> bool:
 
 
 def changes_in_place(node: fx.Node) -> bool:
-    """Whether an operator changes a tensor."""
+    """Whether a node calls an in-place operator."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
@@ -98,7 +98,7 @@ def _functional(node: fx.Node) -> OpOverload | None:
 
 
 def needed(nodes: Sequence[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that some results depend on, and those that draw random numbers, so that later ones draw the same.
+    """The nodes on which results depend, and nodes that draw random numbers, which would shift later draws.
 
     Checks and unread values are left out.
     """
@@ -113,15 +113,15 @@ def needed(nodes: Sequence[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]
 def operations(
     nodes: Iterable[fx.Node], results: Sequence[fx.Node], ids: dict[fx.Node, int]
 ) -> tuple[list[IROp], list[int]]:
-    """The operations of nodes, and the ids of the values that results stand for.
+    """Convert nodes to operations; returns these and the ids of the results.
 
     Args:
-        nodes: in their order; those that have an id are skipped.
-        results: some of them.
-        ids: the values that placeholders stand for; grows by every node.
+        nodes: the nodes in order; nodes with an id are skipped.
+        results: the nodes whose ids are returned.
+        ids: the ids of placeholders; every node is added.
 
     Raises:
-        GraphError: a node that cannot be in a graph; names it and where it comes from.
+        GraphError: a node that cannot be in a graph; the message names it and its module.
     """
     ops: list[IROp] = []
     lists: dict[fx.Node, list[int]] = {}
@@ -158,7 +158,7 @@ def operations(
 
 
 def _operation(node: fx.Node, ids: dict[fx.Node, int]) -> IROp:
-    """The operation of a node, without the ids of its outputs."""
+    """The operation for a node, without output ids."""
     if node.op != "call_function":
         users = ", ".join(str(user.target) for user in node.users)
         if "autocast" in users:
@@ -186,13 +186,13 @@ def _operation(node: fx.Node, ids: dict[fx.Node, int]) -> IROp:
 
 
 def _origin(node: fx.Node) -> str:
-    """The path of the module that made a node, "" for the model itself."""
+    """The path of the module that made a node, "" for the model."""
     stack = node.meta.get("nn_module_stack") or {}
     return [path for path, _ in stack.values()][-1] if stack else ""
 
 
 def _by_table(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
-    """The operation of a node and the nodes that are its inputs."""
+    """The operation for a node of an operator in the table, and its input nodes."""
     # A view needs the strides of the trace, which a real tensor may not have.
     target = torch.ops.aten.reshape.default if node.target in _RESHAPES else node.target
     name = table.name_of(target)
@@ -218,7 +218,7 @@ def _by_table(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
 
 
 def _with_refs(value: Any, inputs: list[fx.Node]) -> Any:
-    """A value with a `Ref` for every node in it, which is added to the inputs."""
+    """A value with a `Ref` in place of every node in it, which is appended to `inputs`."""
     if isinstance(value, fx.Node):
         if value.target is operator.getitem and 0 in table.type_of(value.meta["val"]).shape:
             return None  # an empty part of a result, which batch normalisation in eval mode saves for its gradient
@@ -230,7 +230,7 @@ def _with_refs(value: Any, inputs: list[fx.Node]) -> Any:
 def _attributes(
     signature: table.Signature, bound: dict[str, Any], named: Sequence[table.ArgumentKind]
 ) -> dict[str, Any]:
-    """The arguments that become attributes: all except defaults and unnamed tensors."""
+    """The arguments that become attributes: all except defaults and tensors that inputs fill in order."""
     found: dict[str, Any] = {}
     tensors = [p.name for p in signature.parameters if p.kind is not table.ArgumentKind.VALUE and p.name in bound]
     last = max((i for i, name in enumerate(tensors) if isinstance(bound[name], (Ref, list))), default=-1)
@@ -252,7 +252,7 @@ def _attributes(
 
 
 def _quantizer(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
-    """The operation of a quantizing node; it takes no scale if that comes from its own input."""
+    """The operation for a quantizing node; without a scale if the scale comes from the range of x."""
     names = ("x", "scale", "zero_point", "spec", "seed")
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     x, scale = given["x"], given.get("scale")
@@ -277,12 +277,12 @@ _RESHAPES = ("Reshape", "Flatten")
 
 
 def lower(module: fx.GraphModule) -> None:
-    """Have quantizers of constant scales compute the ReLU before them, also over maxima and reshapes in between.
+    """Make quantizers with constant scales compute the ReLU before them, also across maxima and reshapes, in place.
 
     A ReLU and a quantizer are one pass over memory instead of two, and after the maxima there are fewer elements.
 
     Args:
-        module: of a graph, with the constants as inputs; it is changed.
+        module: the module of a graph, with the constants as inputs; it is changed.
     """
     for node in list(module.graph.nodes):
         quantizer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -304,7 +304,7 @@ def lower(module: fx.GraphModule) -> None:
 
 
 def _relu_before(quantizer: fx.Node, spec: QuantSpec) -> fx.Node | None:
-    """The ReLU whose place the quantizer can take: nothing else reads what is in between. None if there is none."""
+    """The ReLU that a quantizer can compute, since no other node reads the values between the two; or None."""
     # Of -1.0 and -0.0 the largest is +0.0 where they are rectified first, and -0.0 where they are not. No other maximum
     # differs but those below zero, which are rectified then; and where it is not above zero, no gradient passes.
     equal_zeros = spec.format.has_zero_point and spec.arithmetic is not Arithmetic.MULTIPLIER

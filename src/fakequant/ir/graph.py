@@ -1,4 +1,4 @@
-"""A graph: its data, and the methods that build, check, print, run, compile and differentiate it."""
+"""A graph: its data, and methods that build, check, print, run, compile and differentiate it."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A tensor that the graph holds; one that requires grad is a parameter that training moves.
+    """A tensor in a graph; a constant that requires grad is a parameter that training changes.
 
     Attributes:
-        name: its own among the constants.
-        tensor: its values.
-        frozen: whether it was folded from parameters. Nothing moves it; but where grad mode is on, operations see it
-            require grad as before, because torch chooses between the kernels of a product by that.
+        name: unique among the constants.
+        tensor: the values.
+        frozen: whether it was folded from parameters. Training does not change it; but in grad mode operations see it
+            require grad as before, because torch chooses the kernel of a product by that.
     """
 
     name: str
@@ -51,25 +51,25 @@ class Constant:
 
     @property
     def type(self) -> TensorType:
-        """Its type."""
+        """The type and shape of the tensor."""
         return TensorType.of(self.tensor)
 
     @property
     def trainable(self) -> bool:
-        """Whether training moves it."""
+        """Whether training changes the constant."""
         return self.tensor.requires_grad
 
     @property
     def kind(self) -> str:
-        """How text calls it: "parameter", "frozen" or "constant"."""
+        """The word for the constant in the graph's text: "parameter", "frozen" or "constant"."""
         return "parameter" if self.trainable else "frozen" if self.frozen else "constant"
 
     def read(self) -> Tensor:
-        """The tensor that operations get."""
+        """The tensor that operations get; in grad mode a frozen constant requires grad."""
         return read_frozen(self.tensor) if self.frozen else self.tensor
 
     def digest(self) -> str:
-        """SHA-256 over type, shape and every bit."""
+        """The SHA-256 of dtype, shape and every bit."""
         values = self.tensor.detach().cpu().contiguous().reshape(-1)
         found = hashlib.sha256(f"{self.tensor.dtype} {list(self.tensor.shape)}".encode())
         found.update(values.view(torch.uint8).numpy().tobytes())
@@ -77,7 +77,7 @@ class Constant:
 
 
 def read_frozen(tensor: Tensor) -> Tensor:
-    """A tensor that requires grad where grad mode is on, without a path to what trains."""
+    """A detached tensor that requires grad in grad mode, so that no gradient reaches the original."""
     return tensor.detach().requires_grad_(torch.is_grad_enabled())
 
 
@@ -95,14 +95,14 @@ class Validity:
 
 
 class Graph:
-    """Operations between values t0, t1, ..., each made once.
+    """Operations on values t0, t1, ..., each of which one input, constant or operation makes.
 
     Attributes:
-        name: of the whole.
-        inputs: by id, in the order in which `run` takes them.
-        constants: by id.
-        ops: in the order in which they run.
-        outputs: ids of what `run` returns.
+        name: the name of the graph.
+        inputs: the inputs by id, in the order in which `run` takes them.
+        constants: the constants by id.
+        ops: the operations in the order in which they run.
+        outputs: the ids of the values that `run` returns.
 
     Source: AiDotNet's IRGraph.
 
@@ -132,7 +132,7 @@ class Graph:
         self.outputs: list[int] = []
 
     def new_id(self) -> int:
-        """An id that no value has."""
+        """A new id, which no value of the graph has."""
         made = [id for op in self.ops for id in op.output_ids if isinstance(id, int)]
         return max([-1, *self.inputs, *self.constants, *made]) + 1
 
@@ -143,7 +143,7 @@ class Graph:
         return id
 
     def free_name(self, name: str) -> str:
-        """A unique name for a constant: the given one, or the given one with a number."""
+        """A unique name for a constant: `name`, or `name` with a number."""
         taken = {constant.name for constant in self.constants.values()}
         return next(n for n in itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1))) if n not in taken)
 
@@ -154,10 +154,10 @@ class Graph:
         return id
 
     def add(self, op_type: str, *input_ids: int, **attributes: Any) -> int:
-        """Add an operation with one result, whose type follows from its inputs, and return the result's id.
+        """Add an operation with one result, whose type follows from its inputs; returns the result's id.
 
         Raises:
-            GraphError: the inputs do not fit, or there is another number of results than one; use `add_all`.
+            GraphError: the inputs do not fit, or the operation has several results; use `add_all`.
         """
         made = self.add_all(op_type, *input_ids, **attributes)
         if len(made) != 1:
@@ -191,18 +191,18 @@ class Graph:
         return op.output_ids
 
     def types(self) -> dict[int, TensorType]:
-        """The declared type of every value."""
+        """The type of every value, as declared, by id."""
         found = {id: value.type for id, value in (*self.inputs.items(), *self.constants.items())}
         for op in self.ops:
             found.update(zip(op.output_ids, op.outputs, strict=False))
         return found
 
     def producers(self) -> dict[int, IROp]:
-        """The operation that makes each value."""
+        """The operation that makes each value, by id."""
         return {id: op for op in self.ops for id in op.output_ids}
 
     def users(self) -> dict[int, list[IROp]]:
-        """The operations that read each value, once for every time; outputs of the graph are not counted."""
+        """The operations that read each value, listed once for every time they read it; outputs do not count."""
         found: dict[int, list[IROp]] = {}
         for op in self.ops:
             for id in op.input_ids:
@@ -210,7 +210,7 @@ class Graph:
         return found
 
     def replaced(self, ops: Sequence[IROp], constants: dict[int, Constant] | None = None) -> Graph:
-        """A graph with other operations, and constants if they are given."""
+        """A copy of the graph with other operations, and other constants unless None."""
         graph = Graph(self.name)
         graph.inputs = dict(self.inputs)
         graph.constants = dict(self.constants if constants is None else constants)
@@ -219,15 +219,15 @@ class Graph:
         return graph
 
     def copy(self) -> Graph:
-        """A graph of its own with the same tensors."""
+        """A copy of the graph that shares the tensors of the constants."""
         return self.replaced(self.ops)
 
     def faults(self) -> list[str]:
-        """The faults of the graph, each with its place; empty if the graph is valid."""
+        """The faults of the graph, each with its place; [] if the graph is valid."""
         return list(_Checker(self).faults())
 
     def validate(self) -> Validity:
-        """Whether the graph is valid, and if not, what is wrong with it and where.
+        """Whether the graph is valid; the result's text lists all faults with their places.
 
         >>> graph = Graph("example")
         >>> x = graph.add_input("x", IRType.Float32, (2, 3))
@@ -242,33 +242,33 @@ class Graph:
         return Validity(tuple(self.faults()))
 
     def check(self) -> Graph:
-        """The graph itself, if it is valid.
+        """Return the graph if it is valid.
 
         Raises:
-            GraphError: it is not; names every fault.
+            GraphError: the graph is not valid; the message lists every fault.
         """
         if found := self.faults():
             raise GraphError(f"the graph {self.name!r} is not valid:\n" + "\n".join(f"  {fault}" for fault in found))
         return self
 
     def run(self, *inputs: Tensor) -> Any:
-        """The outputs for some inputs: a tensor, or a tuple if there are several.
+        """The outputs for some inputs: one tensor, or a tuple of tensors.
 
-        For many calls take `to_torch` or `compile` once: this checks the graph every time, and each result.
+        For many calls use `to_torch` or `compile` once: `run` checks the graph at each call, and each result.
 
         Args:
             inputs: in the order of the graph's inputs.
 
         Raises:
             GraphError: the graph is not valid, an input is not of the declared type, or an operation fails or makes
-                another type than it declares; names it.
+                another type than it declares; the message names it.
         """
         module = to_torch(self)
         _check_inputs(self, inputs)
         return _Checked(module).run(*inputs)
 
     def to_torch(self) -> fx.GraphModule:
-        """The graph as a module of torch, with the constants as its parameters and buffers (the same tensors).
+        """The graph as a torch module, whose parameters and buffers are the constants (the same tensors).
 
         Raises:
             GraphError: the graph is not valid.
@@ -293,7 +293,7 @@ class Graph:
 
 
 _INLINE = 4
-"""The text holds the numbers of constants with at most this many elements."""
+"""Constants of at most this many elements are written out as numbers in the text."""
 
 
 def to_text(graph: Graph) -> str:
@@ -323,7 +323,7 @@ def _one_line(text: str) -> str:
 
 
 class _Checker:
-    """Goes through a graph once and reports every fault."""
+    """Checks a graph in one pass, and reports every fault."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -367,7 +367,7 @@ class _Checker:
                 yield f"the output t{id} is {self.known[id].type.value}, which is no tensor"
 
     def _given(self, id: int, type: TensorType, what: str) -> Iterator[str]:
-        """The faults of an input or constant."""
+        """The faults of an input or a constant."""
         if not is_id(id):
             yield f"{what} has the id {id!r}, which is no integer >= 0"
         if id in self.known:
@@ -443,7 +443,7 @@ def _wrong_names(kind: str, names: Sequence[object]) -> Iterator[str]:
 
 
 class _Checked(fx.Interpreter):
-    """Runs a module node by node, and says which operation fails or makes another type than it declares."""
+    """Runs a module node by node; errors name the operation that fails or makes another type than it declares."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -471,10 +471,10 @@ class _Checked(fx.Interpreter):
 
 
 def _check_inputs(graph: Graph, inputs: Sequence[Tensor]) -> None:
-    """Check that a graph can run on some inputs.
+    """Check that a graph can run on these inputs.
 
     Raises:
-        GraphError: another number of them, or one of another type than declared.
+        GraphError: the number of inputs or the type of one is not as declared.
     """
     declared = list(graph.inputs.values())
     if len(inputs) != len(declared):
@@ -491,7 +491,7 @@ def to_torch(graph: Graph, *, lifted: bool = False) -> fx.GraphModule:
     """See `Graph.to_torch`.
 
     Args:
-        graph: what to build; it is checked.
+        graph: the graph, which is checked.
         lifted: whether the constants are further inputs of the module instead of its parameters and buffers.
     """
     graph.check()
@@ -544,11 +544,11 @@ def to_torch(graph: Graph, *, lifted: bool = False) -> fx.GraphModule:
 
 
 _ROOT, _INNER = fx.GraphModule(nn.Module(), fx.Graph()), nn.Module()
-"""Modules whose attributes, such as `graph` and `training`, no constant can be."""
+"""Modules whose attribute names, such as `graph` and `training`, constants must not have."""
 
 
 def _without_fusion(graph: Graph) -> Iterator[IROp]:
-    """The operations of a graph, with those that a fused one is made of in its place."""
+    """The operations of a graph, with fused operations replaced by their parts."""
     free = graph.new_id()
     for fused in graph.ops:
         if fused.op_type != FUSED:
@@ -568,9 +568,9 @@ def _without_fusion(graph: Graph) -> Iterator[IROp]:
 
 
 class CompiledGraph:
-    """A graph as one function, with its constants bound to it.
+    """A graph as one function that contains its constants.
 
-    It reads the constants at every call: a training step that moves the parameters moves the function.
+    The constants are read at every call, so that training steps take effect.
     """
 
     def __init__(self, graph: Graph, function: Callable[..., Any]) -> None:
@@ -578,34 +578,33 @@ class CompiledGraph:
         self._function = function
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """The outputs for some inputs, as `Graph.run` gives them."""
+        """The outputs for some inputs, as from `Graph.run`."""
         _check_inputs(self.graph, inputs)
         results = self._function(*inputs, *(constant.read() for constant in self.graph.constants.values()))
         count = len(self.graph.outputs)
         return results if isinstance(results, Tensor) else results[0] if count == 1 else results[:count]
 
     def parameters(self) -> Iterator[Tensor]:
-        """The constants that training moves."""
+        """The constants that training changes."""
         return (constant.tensor for constant in self.graph.constants.values() if constant.trainable)
 
 
 def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
-    """A graph as one function, forward and backward.
+    """Compile a graph to one function, with a backward pass.
 
     Args:
-        graph: what to compile; it is checked, and copied.
+        graph: the graph, which is checked and copied.
         exact: whether every bit of outputs and gradients must be that of `Graph.run`. Then the function is a sequence
-            of torch's own kernels and of this package's, without the modules in between, and takes those that are
-            fastest: a ReLU and the quantizer after it are one. Otherwise torch.compile has Inductor generate code,
-            which fuses more, takes seconds to minutes to compile, and rounds sums, exponentials and products in its
-            own way; a last bit that differs there may move a code by one.
+            of calls of torch's and this package's kernels, without modules in between; a ReLU and the quantizer after
+            it are one kernel. Otherwise Inductor generates code, which fuses more, takes seconds to minutes to compile,
+            and rounds sums, exponentials and products differently; a different last bit may change a code by one.
 
     Returns:
         A function of the graph's inputs.
 
     Raises:
-        GraphError: the graph is not valid, or exact is false and it has an operation that torch.compile cannot record:
-            a whole recurrent layer such as nn.LSTM.
+        GraphError: the graph is not valid, or exact is false and the graph has an operation that torch.compile cannot
+            record: a whole recurrent layer such as nn.LSTM.
 
     >>> graph = Graph("example")
     >>> x = graph.add_input("x", IRType.Float32, (2,))
@@ -640,7 +639,7 @@ def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
 
 
 class _ByInductor:
-    """A module compiled by Inductor, again where torch has too many variants of it for other strides and modes."""
+    """A module compiled by Inductor; compiled again when torch reaches its limit of variants."""
 
     def __init__(self, module: fx.GraphModule, dynamic: bool) -> None:
         self.module, self.dynamic = module, dynamic or None
@@ -668,10 +667,10 @@ _SUFFIX = " backward"
 
 
 def backward(graph: Graph) -> Graph:
-    """The graph that computes the gradients of a graph, by torch's own formulas.
+    """The graph that computes the gradients of a graph, by torch's formulas.
 
-    Its inputs are those of the graph and the gradient of every output. Its outputs are the gradients of the
-    floating-point inputs and then of the trainable constants, in their order; one that depends on nothing is zeros.
+    Its inputs are the inputs of the graph and the gradient of every output. Its outputs are the gradients of the
+    floating-point inputs, then of the trainable constants, in their order; zeros where no output depends on them.
     The forward is computed again. Every quantizer passes gradients as its specification says.
 
     Raises:
@@ -721,11 +720,11 @@ def backward(graph: Graph) -> Graph:
 
 
 def _traced(graph: Graph, wanted: Sequence[int]) -> fx.GraphModule:
-    """Forward and backward as one fx graph of inputs, constants and gradients of the outputs.
+    """Trace forward and backward as one fx graph of inputs, constants and gradients of the outputs.
 
     Args:
-        graph: what to trace.
-        wanted: places of inputs and constants whose gradients are the outputs.
+        graph: the graph.
+        wanted: the indices of inputs and constants whose gradients are the outputs.
     """
     module = to_torch(graph, lifted=True)
     for part in module.modules():

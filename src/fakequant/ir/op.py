@@ -1,4 +1,4 @@
-"""One operation of a graph: the types and shapes of values, the text of attributes, `IROp`."""
+"""One operation of a graph, `IROp`, with types and shapes of values, and the text of attributes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch
 from fakequant.errors import GraphError
 
 DYNAMIC = -1
-"""A dimension that is known only when the graph runs."""
+"""The number for a dimension that is known only when the graph runs."""
 
 # With 16 bytes per element, 63 bits address them.
 _MAX_ELEMENTS = 2**59 - 1
 
 
 class IRType(Enum):
-    """The type of a value's elements; the value of each is how it is written.
+    """The element type of a value; the enum's value is its name in text.
 
     Source: AiDotNet's IRType, with Boolean, BFloat16, Complex64 and Index added.
 
@@ -45,22 +45,22 @@ class IRType(Enum):
     """128-bit decimal numbers, for which torch has no type: a graph with them is not valid."""
     Half = "Half"
     Complex = "Complex"
-    """Two float64."""
+    """Complex numbers of two float64."""
     BFloat16 = "BFloat16"
     Boolean = "Boolean"
     Complex64 = "Complex64"
-    """Two float32."""
+    """Complex numbers of two float32."""
     Index = "Index"
-    """A size: one integer, no tensor. Sizes of dynamic dimensions are computed with it."""
+    """A size: one integer, not a tensor. Sizes of dynamic dimensions are computed with it."""
     Missing = "Missing"
-    """No value: a result that an operator leaves out, or an empty one that nothing reads."""
+    """No value: a result that an operator omits, or an empty result that no operation reads."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype.
+        """The torch dtype of the elements.
 
         Raises:
-            GraphError: torch has none.
+            GraphError: torch has no such dtype.
         """
         if self not in _DTYPES:
             raise GraphError(f"{self.value} has no torch dtype; use {', '.join(t.value for t in _DTYPES)}")
@@ -73,7 +73,7 @@ class IRType(Enum):
 
     @staticmethod
     def of(dtype: torch.dtype) -> IRType:
-        """The type of a torch dtype.
+        """The type for a torch dtype.
 
         Raises:
             GraphError: a dtype that graphs do not have.
@@ -105,7 +105,7 @@ _TYPES = {dtype: type for type, dtype in _DTYPES.items()}
 
 
 class TensorShape(tuple[int, ...]):
-    """The dimensions of a value, -1 where one is dynamic; no dimension is 0.
+    """The dimensions of a value; a dynamic dimension is -1, and no dimension is 0.
 
     >>> shape = TensorShape((2, -1, 4))
     >>> print(shape, shape.rank, shape.element_count)
@@ -132,7 +132,7 @@ class TensorShape(tuple[int, ...]):
         return DYNAMIC if self.dynamic else math.prod(self)
 
     def fault(self) -> str | None:
-        """What is wrong with the dimensions; None if nothing is."""
+        """The fault in the dimensions as a sentence; None if they are valid."""
         wrong = [n for n in self if isinstance(n, bool) or not isinstance(n, int) or not (n > 0 or n == DYNAMIC)]
         if not wrong and math.prod(n for n in self if n != DYNAMIC) > _MAX_ELEMENTS:
             return f"shape {list(self)} has more than {_MAX_ELEMENTS} elements"
@@ -141,20 +141,20 @@ class TensorShape(tuple[int, ...]):
         return f"shape {list(self)} has the dimension {wrong[0]!r}; a dimension is a positive integer, or -1 if dynamic"
 
     def matches(self, other: Iterable[int]) -> bool:
-        """Whether both can be the shape of the same tensor: as many dimensions, equal where neither is dynamic."""
+        """Whether both can be the shape of one tensor: the same rank, and equal where neither is dynamic."""
         given = tuple(other)
         return len(self) == len(given) and all(DYNAMIC in (a, b) or a == b for a, b in zip(self, given, strict=True))
 
     def is_compatible_with(self, other: Iterable[int]) -> bool:
-        """Whether both broadcast together, as far as is known."""
+        """Whether the shapes may broadcast; dynamic dimensions always may."""
         pairs = zip(reversed(self), reversed(tuple(other)), strict=False)
         return all(a == b or 1 in (a, b) or DYNAMIC in (a, b) for a, b in pairs)
 
     def broadcast_with(self, other: Iterable[int]) -> TensorShape:
-        """The shape of an elementwise result of both.
+        """The shape of an elementwise result of tensors with both shapes.
 
         Raises:
-            GraphError: they do not broadcast.
+            GraphError: the shapes do not broadcast.
         """
         given = TensorShape(other)
         if not self.is_compatible_with(given):
@@ -169,7 +169,7 @@ class TensorShape(tuple[int, ...]):
 
 
 class TensorType(NamedTuple):
-    """What is known about a value before the graph runs.
+    """The element type and shape of a value, as known before the graph runs.
 
     >>> print(TensorType(IRType.Float32, TensorShape((3, 4))))
     Float32 [3, 4]
@@ -188,7 +188,7 @@ class TensorType(NamedTuple):
         return TensorType(IRType.of(tensor.dtype), TensorShape(tensor.shape))
 
     def fault(self) -> str | None:
-        """What is wrong with it; None if nothing is."""
+        """The fault in type or shape as a sentence; None if both are valid."""
         if not isinstance(self.type, IRType):
             return f"{self.type!r} is no IRType"
         if self.type is IRType.Decimal:
@@ -205,7 +205,7 @@ class TensorType(NamedTuple):
 
 @dataclass(frozen=True)
 class Ref:
-    """An input of the operation as a part of an attribute: `shape=[%1, 64]` is a size that the second input gives."""
+    """A reference to an input of the operation inside an attribute: in `shape=[%1, 64]`, a size is input 1."""
 
     position: int
 
@@ -218,17 +218,17 @@ _MAX_DIGITS = 1000
 
 
 def references(value: Any) -> list[Ref]:
-    """All inputs that an attribute's value names, in order."""
+    """All references to inputs in an attribute's value, in order."""
     if isinstance(value, Ref):
         return [value]
     return [ref for item in value for ref in references(item)] if isinstance(value, (list, tuple)) else []
 
 
 def to_text(value: Any, depth: int = 0) -> str:
-    """The text of an attribute's value, which is in `depth` lists.
+    """The text of an attribute's value; `depth` is the number of lists around it.
 
     Raises:
-        GraphError: a value that attributes cannot have.
+        GraphError: attributes cannot have this value.
 
     >>> to_text([1, 2.5, True, None, "a b", torch.float16, Ref(1), float("inf")])
     '[1, 2.5, true, none, "a b", Half, %1, inf]'
@@ -258,7 +258,7 @@ def to_text(value: Any, depth: int = 0) -> str:
 
 
 def items_to_text(attributes: dict[str, Any]) -> str:
-    """All attributes in the order of their names, in braces; nothing if there are none."""
+    """The text of all attributes, sorted by name, in braces; "" without attributes."""
     if wrong := [name for name in attributes if not (isinstance(name, str) and _NAME.fullmatch(name))]:
         raise GraphError(f"an attribute cannot have the name {wrong[0]!r}; names are such as num_bits")
     items = ", ".join(f"{name}={to_text(value)}" for name, value in sorted(attributes.items()))
@@ -270,20 +270,20 @@ _OP_TYPE = re.compile(r"\w+(\.\w+)*", re.ASCII)
 
 
 def is_id(value: object) -> bool:
-    """Whether something can be the id of a value: an integer from 0 on."""
+    """Whether a value can be an id: an integer >= 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 class IROp:
-    """An operation: which values it reads, which it makes, of what type and shape.
+    """An operation: the ids of the values it reads and makes, and the types and shapes of those it makes.
 
     Args:
-        op_type: the name in the table of operations, or that of any operator of torch such as "aten.erf.default".
-        output_ids: of the values it makes.
-        input_ids: of the values it reads, in order.
-        outputs: type and shape of every value it makes.
-        attributes: all other arguments by name, see `fakequant.ir.op.to_text` for what they may be.
-        origin: path of the module that it was captured from.
+        op_type: a name in the table of operations, or of any operator of torch such as "aten.erf.default".
+        output_ids: the ids of the values that the operation makes.
+        input_ids: the ids of the values that it reads, in order.
+        outputs: the type and shape of every value that it makes.
+        attributes: all other arguments by name, see `fakequant.ir.op.to_text` for possible values.
+        origin: the path of the module from which the operation was captured.
 
     Source: AiDotNet's IROp.
 
@@ -313,7 +313,7 @@ class IROp:
 
     @property
     def output_id(self) -> int:
-        """The first value it makes; -1 if there is none."""
+        """The id of the first output; -1 without outputs."""
         return self.output_ids[0] if self.output_ids else -1
 
     @output_id.setter
@@ -322,7 +322,7 @@ class IROp:
 
     @property
     def output_type(self) -> IRType:
-        """The element type of the first value it makes; Float32 if there is none."""
+        """The element type of the first output; Float32 without outputs."""
         return self.outputs[0].type if self.outputs else IRType.Float32
 
     @output_type.setter
@@ -331,7 +331,7 @@ class IROp:
 
     @property
     def output_shape(self) -> TensorShape:
-        """The shape of the first value it makes; that of a scalar if there is none."""
+        """The shape of the first output; that of a scalar without outputs."""
         return self.outputs[0].shape if self.outputs else TensorShape()
 
     @output_shape.setter
@@ -339,9 +339,9 @@ class IROp:
         self.outputs[:1] = [TensorType(self.output_type, TensorShape(value))]
 
     def faults(self) -> list[str]:
-        """What is wrong with the operation by itself, one sentence each; empty if nothing is.
+        """The faults of the operation alone, one sentence each; [] if it is well formed.
 
-        What `fakequant.ir.table.faults` finds, given the types of the inputs, comes on top.
+        `fakequant.ir.table.faults` also checks it against the types of its inputs.
         """
         kinds = {"op_type": str, "origin": str, "attributes": dict}
         kinds |= dict.fromkeys(("output_ids", "input_ids", "outputs"), list)
@@ -367,11 +367,11 @@ class IROp:
         return found
 
     def validate(self) -> bool:
-        """Whether the operation by itself is well formed; `faults` says why not."""
+        """Whether the operation alone is well formed; `faults` lists the reasons if not."""
         return not self.faults()
 
     def copied(self, output_ids: Iterable[int] | None = None, input_ids: Iterable[int] | None = None) -> IROp:
-        """The same operation, between other values if they are given."""
+        """A copy of the operation, with other outputs and inputs unless None."""
         op = copy.copy(self)
         op.output_ids = list(self.output_ids if output_ids is None else output_ids)
         op.input_ids = list(self.input_ids if input_ids is None else input_ids)
@@ -379,7 +379,7 @@ class IROp:
         return op
 
     def detailed(self) -> str:
-        """`str(op)` with the attributes.
+        """The text of the operation with its attributes.
 
         >>> op = IROp("Concat", [2], [0, 1], [TensorType(IRType.Float32, TensorShape((3, 8)))], {"dim": 1})
         >>> print(op.detailed())

@@ -1,7 +1,7 @@
 """The quantizing operations, and the rows of the table of operations; importing this module fills the table.
 
-Of operators of torch a row is the name alone: their meta kernels know types, shapes and most restrictions. A check
-refuses the others, which only torch's kernels have, and mixtures of types that no engine computes.
+Rows of torch's operators are only names: their meta kernels know types, shapes and most restrictions. Checks refuse
+what only torch's real kernels refuse, and mixtures of types that no engine computes.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _MAX_SPEC_BITS = 24
 
 
 class FakeQuantize(nn.Module):
-    """Fake-quantizes as a specification says, with given parameters or, without, by the range of the tensor itself.
+    """Fake-quantizes by a specification, with parameters from the caller or, without a scale, from the range of x.
 
     Args:
         spec: how to quantize.
-        opaque: whether a compiler sees one node instead of the operations that define it.
-        rectified: whether the ReLU of x is quantized, by given parameters.
+        opaque: whether a compiler sees one node instead of torch operations.
+        rectified: whether relu(x) is quantized, if there is a scale.
     """
 
     def __init__(self, spec: QuantSpec, *, opaque: bool = False, rectified: bool = False) -> None:
@@ -60,7 +60,7 @@ class FakeQuantize(nn.Module):
     def forward(
         self, x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, seed: Tensor | None = None
     ) -> Tensor:
-        """x quantized; scale and zero point [groups, axes kept]."""
+        """x quantized [shape of x]; scale and zero point are [groups, axes kept]."""
         if self.rectified and scale is not None:
             return library.fake_quantize_relu(x, QParams(scale, zero_point, seed=seed), self.spec)
         learned = any(p is not None and p.requires_grad for p in (scale, zero_point))
@@ -75,7 +75,7 @@ class FakeQuantize(nn.Module):
 
 
 class WideFakeQuantize(nn.Module):
-    """Codes of up to 32 bits and real zero points, computed in float64; the gradient passes everywhere.
+    """Fake-quantizes to codes of up to 32 bits with real zero points, in float64; the gradient passes everywhere.
 
     Args:
         num_bits: 1 to 32.
@@ -89,7 +89,7 @@ class WideFakeQuantize(nn.Module):
         self.num_bits, self.scale, self.zero_point, self.symmetric = num_bits, scale, zero_point, symmetric
 
     def forward(self, x: Tensor) -> Tensor:
-        """x quantized."""
+        """x quantized [shape of x], in its dtype."""
         values = x.detach().double()
         lowest, highest = code_range(self.num_bits, self.symmetric)
         if self.scale is not None:
@@ -108,7 +108,7 @@ class WideFakeQuantize(nn.Module):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Returns its second argument; the gradient goes to the first."""
+    """Returns its second argument; the gradient goes to the first argument."""
 
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def code_range(num_bits: int, symmetric: bool) -> tuple[int, int]:
-    """The lowest and highest code.
+    """The lowest and highest code for a number of bits.
 
     >>> code_range(8, True), code_range(8, False), code_range(1, True)
     ((-128, 127), (0, 255), (-1, 0))
@@ -133,7 +133,7 @@ def code_range(num_bits: int, symmetric: bool) -> tuple[int, int]:
 
 
 def _attribute(name: str, default: object, doc: str) -> Any:
-    """A property that is an attribute of an operation."""
+    """A property that reads and sets an attribute of an operation."""
 
     def set_to(op: IROp, value: object) -> None:
         op.attributes[name] = value
@@ -142,7 +142,7 @@ def _attribute(name: str, default: object, doc: str) -> Any:
 
 
 class FakeQuantizationOp(IROp):
-    """Rounds to the values of codes of some bits per tensor; the gradient passes everywhere.
+    """Fake-quantizes per tensor to integer codes of `num_bits` bits; the gradient passes everywhere.
 
     With symmetric codes (signed, the full range of two's complement) 0.0 has the code 0. Asymmetric codes begin at 0.
     Up to 24 bits and with a whole zero point that is a code, the result is that of `fakequant.fake_quantize` with the
@@ -150,12 +150,12 @@ class FakeQuantizationOp(IROp):
 
     Args:
         num_bits: 1 to 32.
-        scale: units of x per code. None: by the range of every tensor, as `fakequant.choose_qparams` does.
-        zero_point: the code of 0.0, which belongs to a given scale and asymmetric codes; any finite number.
-        symmetric: as above.
-        output_id: of the value it makes.
-        input_id: of the value it reads; None if it is set later.
-        type: of both.
+        scale: units of x per code. None: from the range of every tensor, as `fakequant.choose_qparams` does.
+        zero_point: the code of 0.0, any finite number; only with a scale and asymmetric codes.
+        symmetric: whether codes are symmetric, see above.
+        output_id: the id of the output.
+        input_id: the id of the input; None if it is set later.
+        type: the type of both.
 
     Source: AiDotNet's FakeQuantizationOp; there the zero point of an asymmetric range is not derived, so that negative
     numbers become 0.
@@ -232,7 +232,7 @@ def _is_number(value: object) -> bool:
 
 
 class _WithNumbers(nn.Module):
-    """A `FakeQuantize` whose parameters are numbers."""
+    """A `FakeQuantize` with numbers as scale and zero point."""
 
     def __init__(self, quantize: FakeQuantize, scale: float | None, zero_point: int | None) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class _WithNumbers(nn.Module):
 
 
 def group_shape(spec: QuantSpec, shape: Sequence[int]) -> TensorShape:
-    """The shape of the scales [groups, axes kept], -1 where it depends on a dynamic dimension.
+    """The shape of the scales [groups, axes kept], with -1 where it depends on a dynamic dimension.
 
     Raises:
         ShapeError: the granularity does not fit the shape.
@@ -261,7 +261,7 @@ def group_shape(spec: QuantSpec, shape: Sequence[int]) -> TensorShape:
 
 
 RECURRENT = ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
-"""Beginnings of the names of whole recurrent layers, which only eager torch runs."""
+"""The prefixes of the names of whole recurrent layers, which only eager torch runs."""
 
 
 def _numbers(call: Call) -> None:
@@ -326,7 +326,7 @@ def _gather(call: Call) -> None:
 
 
 def _norm(call: Call) -> None:
-    """Parameters have the input's type, or all are Float32 where that is a half."""
+    """Check that parameters have the input's type, or all are Float32 if the input is a 16-bit float."""
     _floats(call)
     type = call.inputs[0].type
     allowed = {type, IRType.Float32} if type in (IRType.Half, IRType.BFloat16) else {type}
@@ -352,9 +352,9 @@ def _add(
     moves: bool = False,
     draws: Callable[[IROp], bool] | None = None,
 ) -> None:
-    """Add rows, separated by commas: the name in graphs, then the operators of torch that compute it.
+    """Add rows, separated by commas: the name in graphs, then the torch operators that compute it.
 
-    Where the arguments fit several operators, the first computes. Those without a namespace are of aten.
+    If the arguments fit several operators, the first computes. Names without a namespace are in aten.
     """
     for row in rows.split(","):
         name, *targets = row.split()
@@ -414,7 +414,7 @@ def _add_own(
     module: Callable[[Call], nn.Module] | None = None,
     draws: Callable[[IROp], bool] | None = None,
 ) -> None:
-    """Add a row that no operator of torch computes."""
+    """Add a row that a module or function computes, and no operator of torch."""
     add_row(OperationRow(name, (Signature(tuple(parameters), target),), rule=rule, module=module, draws=draws))
 
 
@@ -439,7 +439,7 @@ def _spec_of(call: Call) -> QuantSpec:
 
 
 def _scale_type(call: Call) -> TensorType:
-    """The type of the scales [groups, axes kept] of x."""
+    """The type of the scales [groups, axes kept] for x."""
     x = call.type("x")
     if not x.type.floating:
         raise GraphError(f"quantizes floating-point numbers, got {x}")
@@ -450,7 +450,7 @@ def _scale_type(call: Call) -> TensorType:
 
 
 def _fake_quantize(call: Call) -> list[TensorType]:
-    """x of any shape; scale and zero point [groups, axes kept]."""
+    """The type of x, if scale and zero point [groups, axes kept] and seed fit the specification."""
     spec, expected = _spec_of(call), _scale_type(call)
     if call.has("scale"):
         scale = call.type("scale")
@@ -516,10 +516,10 @@ FUSED = "Fused"
 
 
 def fuse(ops: Sequence[IROp]) -> IROp:
-    """One operation that is a chain of others; its last result is the only one.
+    """Fuse a chain of operations into one operation, whose only result is the chain's last.
 
     Args:
-        ops: in their order; every result but the last is read within the chain only.
+        ops: in order; only operations of the chain read results other than the last.
     """
     made = {id for op in ops for id in op.output_ids}
     inputs = list(dict.fromkeys(id for op in ops for id in op.input_ids if id not in made))
@@ -536,10 +536,10 @@ def fuse(ops: Sequence[IROp]) -> IROp:
 
 
 def body_of(op: IROp) -> list[IROp]:
-    """The operations of a fused one, whose values are t0, t1, ...: its inputs first. Copy them before a change.
+    """The operations in a fused operation, whose inputs are t0, t1, ...; copy them before you change them.
 
     Raises:
-        GraphError: its attribute is no list of operations.
+        GraphError: the attribute `body` is not a list of operations.
     """
     body = op.attributes.get("body")
     if not isinstance(body, (list, tuple)) or not body or not all(isinstance(part, IROp) for part in body):
@@ -548,7 +548,7 @@ def body_of(op: IROp) -> list[IROp]:
 
 
 def _fused(call: Call) -> list[TensorType]:
-    """The types of the last operation; all are checked like those of a graph."""
+    """The output types of the last operation in the body, after all are checked as in a graph."""
     known = dict(enumerate(call.inputs))
     body = body_of(call.op)
     for op in body:

@@ -1,7 +1,7 @@
-"""Passes: each returns a new graph with the same outputs; `Pass.exact` says whether every bit stays.
+"""Passes: each returns a new graph with the same outputs; `Pass.exact` says whether outputs keep every bit.
 
-They work on operations, not on graphs of torch.fx: the common subexpressions of torch.fx take `x / 0.0` and `x / -0.0`
-for the same, and its constant folding keeps neither how memory is aligned nor what depends on grad mode.
+They work on operations, not on graphs of torch.fx: torch.fx merges `x / 0.0` and `x / -0.0` as common subexpressions,
+and its constant folding ignores the alignment of memory and grad mode.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ log = logging.getLogger("fakequant.ir")
 
 
 class Pass(Protocol):
-    """One transformation.
+    """One transformation of a graph.
 
     Attributes:
-        name: of the pass.
-        exact: whether outputs keep every bit. Gradients keep theirs only where no trainable constant is folded and no
-            two paths are merged, whose gradients are then added in another order.
+        name: the name of the pass.
+        exact: whether outputs keep every bit. Gradients keep every bit only if no trainable constant is folded, and no
+            paths are merged, whose gradients would be added in another order.
     """
 
     @property
@@ -46,18 +46,18 @@ class Pass(Protocol):
     def exact(self) -> bool: ...
 
     def run(self, graph: Graph) -> Graph:
-        """Return a new graph; the given one does not change."""
+        """Return a new graph, and leave `graph` unchanged."""
         ...
 
 
 class RemoveDeadCode:
-    """Removes what no output depends on; inputs stay, and so does what draws random numbers."""
+    """Removes operations and constants that no output needs; inputs and operations that draw random numbers stay."""
 
     name = "dead code"
     exact = True
 
     def run(self, graph: Graph) -> Graph:
-        """A graph without them."""
+        """A graph without dead operations and constants."""
         wanted = set(graph.outputs)
         kept = []
         for op in reversed(graph.ops):
@@ -69,13 +69,13 @@ class RemoveDeadCode:
 
 
 class MergeCommonSubexpressions:
-    """Keeps the first of equal operations on equal inputs, and of equal constants; random ones are never equal."""
+    """Keeps only the first of equal operations on equal inputs, and of equal constants; random draws stay."""
 
     name = "common subexpressions"
     exact = True
 
     def run(self, graph: Graph) -> Graph:
-        """A graph in which each is computed once."""
+        """A graph in which equal values are computed once."""
         names: dict[int, int] = {}
         known: dict[object, int] = {}
         for place, constant in graph.constants.items():
@@ -100,11 +100,11 @@ class MergeCommonSubexpressions:
 
 @dataclass(frozen=True)
 class FoldConstants:
-    """Replaces operations on constants, fake-quantized weights among them, by their results, bit for bit.
+    """Replaces operations on constants, such as fake-quantized weights, by their results, bit for bit.
 
     Args:
-        limit: results of more elements are computed at every run, so that a mask of ones does not become megabytes.
-        parameters: whether trainable constants are folded too; training cannot move them any more then.
+        limit: results of more elements are not folded, so that a mask of ones does not become megabytes.
+        parameters: whether trainable constants are folded, too, after which training cannot change them.
     """
 
     limit: int = 10_000_000
@@ -113,7 +113,7 @@ class FoldConstants:
     exact = True
 
     def run(self, graph: Graph) -> Graph:
-        """A graph in which they are constants."""
+        """A graph in which the results are constants."""
         found = graph.replaced(graph.ops)
         constants, ops = found.constants, []
         for op in graph.ops:
@@ -128,10 +128,10 @@ class FoldConstants:
         return found
 
     def _results(self, op: IROp, constants: dict[int, Constant]) -> dict[int, Constant] | None:
-        """The results of an operation as constants; None if it stays.
+        """The results of an operation as constants; None if the operation must stay.
 
-        It does if a result is large, drawn or not computed, or if its bits depend on grad mode. Strides are kept, and
-        how memory is aligned, because kernels sum by both.
+        It stays if a result is large, random or cannot be computed, or if its bits depend on grad mode. Strides and
+        the alignment of memory are kept, because both decide the order in which kernels sum.
         """
         if not all(id in constants and (self.parameters or not constants[id].trainable) for id in op.input_ids):
             return None
@@ -182,17 +182,16 @@ _ORDER = (("BatchNorm",), ("Add",), _ACTIVATIONS, ("FakeQuantize", "FakeQuantiza
 
 
 class FuseOperations:
-    """Makes a product and what follows it one operation, where nothing else reads what is in between.
+    """Fuses a product and the operations after it, if no other operation reads the values in between.
 
-    The kernels and their order stay, and so does every bit. The graph gets shorter and shows what an engine computes as
-    one operation.
+    Kernels and their order stay, and so does every bit. The shorter graph shows operations as an engine fuses them.
     """
 
     name = "fusion"
     exact = True
 
     def run(self, graph: Graph) -> Graph:
-        """A graph with the fused operations."""
+        """A graph with fused operations."""
         users = graph.users()
         ops = list(graph.ops)
         for op in graph.ops:
@@ -214,23 +213,24 @@ class FuseOperations:
 
 
 _MOST_VALUES = 1 << 22
-"""The most values to try; with more, the second quantizer stays."""
+"""The largest number of values to try; with more, the second quantizer stays."""
 
 _EDGES = (-math.inf, -0.0, 0.0, math.inf, math.nan)
-"""Further values to try."""
+"""Special values that are tried besides the codes."""
 
 
 class RemoveDuplicateFakeQuantize:
-    """Removes a quantizer that follows one of the same specification and parameters, where it changes no value.
+    """Removes a quantizer after one with the same specification and parameters, if it changes no value.
 
-    Whether it changes none is tried, with every code of every scale: a scale whose products are rounded may move one.
+    That is tried with every code of every scale: if a product of code and scale is rounded, a second quantizer may
+    change its code.
     """
 
     name = "duplicate fake quantization"
     exact = True
 
     def run(self, graph: Graph) -> Graph:
-        """A graph without them."""
+        """A graph without the duplicate quantizers."""
         producers = graph.producers()
         names: dict[int, int] = {}
         ops = []
@@ -253,7 +253,7 @@ class RemoveDuplicateFakeQuantize:
 
 
 def _is_idempotent(graph: Graph, op: IROp) -> bool:
-    """Whether quantizing again changes no value, for constant parameters."""
+    """Whether a quantizer with constant parameters changes none of its results when applied again."""
     spec = QuantSpec.parse(op.attributes["spec"])
     if not all(id in graph.constants for id in op.input_ids[1:]) or spec.arithmetic.has_two_scales:
         return False  # of those that encode and decode by different scales no code need keep its value
@@ -276,7 +276,7 @@ def _is_idempotent(graph: Graph, op: IROp) -> bool:
 
 
 def values_of(format: Format) -> Tensor:
-    """Every value that a format has, in units of the scale, ascending [n].
+    """All values of a format in units of the scale, ascending [n].
 
     >>> values_of(parse_format("float4_e2m1fn")).tolist()[7:]
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -291,17 +291,17 @@ def values_of(format: Format) -> Tensor:
 
 
 class MoveFakeQuantize:
-    """Moves a quantizer of one scale per tensor before reshapes and transposes, next to what made the elements.
+    """Moves a per-tensor quantizer before reshapes and transposes, directly after the operation that made the values.
 
-    There it can be fused with that, or be found twice. A tensor has the same range and rounds to the same values in
-    every order of its elements, unless rounding draws random numbers by position.
+    There it can be fused, or recognized as a duplicate. A tensor has the same range and rounded values in every order
+    of its elements, unless rounding draws random numbers by position.
     """
 
     name = "fake quantization before reshapes"
     exact = True
 
     def run(self, graph: Graph) -> Graph:
-        """A graph with every such quantizer as early as it can be."""
+        """A graph with every per-tensor quantizer as early as possible."""
         moved = graph.copy()
         reshaped: dict[tuple[int, int], int] = {}  # the constants made so far, by that they are made of and the rank
         while (pair := _movable(moved)) is not None:
@@ -326,7 +326,7 @@ class MoveFakeQuantize:
 
 
 def _movable(graph: Graph) -> tuple[IROp, IROp] | None:
-    """A quantizer of constant parameters that is the only reader of a reshape, and the reshape."""
+    """A quantizer with constant parameters that is the only reader of a reshape, and the reshape; or None."""
     producers, users, types = graph.producers(), graph.users(), graph.types()
     for op in graph.ops:
         before = producers.get(op.input_ids[0]) if op.input_ids else None
@@ -347,11 +347,11 @@ def _movable(graph: Graph) -> tuple[IROp, IROp] | None:
 
 
 class FoldConvBatchNorm:
-    """Multiplies the weight, its scales and the bias of a convolution by what the batch normalisation after it does.
+    """Folds a batch normalisation into the weight, its scales and the bias of the convolution before it.
 
-    The scales move with the weight, so that codes stay what they were, except where products round differently: not
-    exact. It is done where every output channel has scales of its own in float32; where blocks have scales in a format
-    of their own, the products would not be numbers of that format.
+    Scales are multiplied like the weight, so that codes stay except where products round differently: not exact. It is
+    done only if every output channel has separate float32 scales; products of scales that have a format would not be
+    numbers of the format.
 
     Source: Jacob et al., arXiv 1712.05877, section 3.2.
     """
@@ -360,7 +360,7 @@ class FoldConvBatchNorm:
     exact = False
 
     def run(self, graph: Graph) -> Graph:
-        """A graph without the batch normalisations that could be folded."""
+        """A graph in which all suitable batch normalisations are folded."""
         folded = graph.copy()
         for norm in [op for op in folded.ops if op.op_type == "BatchNorm"]:
             _fold_norm(folded, norm)
@@ -372,7 +372,7 @@ _AXES = {"Conv1d": 1, "Conv2d": 2, "Conv3d": 3}
 
 
 def _fold_norm(graph: Graph, norm: IROp) -> None:
-    """Fold a batch normalisation into the convolution whose result it alone reads, if it can be folded."""
+    """Fold a batch normalisation, in place, into the convolution whose only reader it is, if possible."""
     producers, users = graph.producers(), graph.users()
     conv = producers.get(norm.input_ids[0]) if norm.input_ids else None
     if (
@@ -441,12 +441,12 @@ EXACT: tuple[Pass, ...] = (
 """The passes that keep every bit of the outputs, in their order."""
 
 ALL: tuple[Pass, ...] = (FoldConvBatchNorm(), *EXACT)
-"""All passes in their order: the one that is not exact first, so that the others work on what it leaves."""
+"""All passes in order; the pass that is not exact runs first, so that the others can use its result."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The effect of one pass: operations before and after, and its time."""
+    """The effect of one pass: the number of operations before and after, and its time."""
 
     name: str
     exact: bool
@@ -458,7 +458,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Statistics:
-    """The steps of a sequence of passes.
+    """The steps of a sequence of passes; prints one line for each.
 
     >>> print(Statistics((Step("dead code", True, 9, 7, True, 0.001),)))
     dead code: 9 -> 7 operations, exact
@@ -468,7 +468,7 @@ class Statistics:
 
     @property
     def exact(self) -> bool:
-        """Whether the outputs keep every bit: only exact passes changed the graph."""
+        """Whether the outputs keep every bit, since only exact passes changed the graph."""
         return all(step.exact or not step.changed for step in self.steps)
 
     def __str__(self) -> str:
@@ -487,11 +487,11 @@ class Optimized(NamedTuple):
 
 
 def optimize(graph: Graph, passes: Sequence[Pass] = EXACT) -> Optimized:
-    """A graph after some passes, for inference: trainable constants are folded with the others.
+    """Apply passes to a graph for inference; trainable constants are folded like others.
 
     Args:
-        graph: a valid graph; it stays as it is.
-        passes: in the order in which they run; `EXACT`, `ALL`, or your own.
+        graph: a valid graph, which does not change.
+        passes: the passes in the order in which they run: `EXACT`, `ALL`, or your own.
 
     Raises:
         GraphError: the graph is not valid, or a pass made an invalid one.

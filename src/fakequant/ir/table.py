@@ -1,10 +1,11 @@
-"""The table of operations: what each is captured from, what tells its types and shapes, and what computes it.
+"""The table of operations: the operators from which each is captured, its types and shapes, and its computation.
 
-A row is a name in `fakequant.ir.ops`. A name with dots that has no row is an operator of torch. Of both, arguments come
-from torch's schema and results from torch's meta kernel, so that whatever torch.export writes can be in a graph.
+A row is a name in `fakequant.ir.ops`. A name with dots that has no row is an operator of torch. For both, arguments
+come from torch's schema and types of results from torch's meta kernel, so that graphs can contain all that torch.export
+writes.
 
-Inputs that no attribute names by `%n` fill the parameters that take tensors, in order; a list of tensors takes all that
-are left. A parameter that an attribute names, such as `weight=none`, is not filled by an input.
+Inputs that no attribute names by `%n` fill the parameters for tensors, in order; a list of tensors takes all the rest.
+A parameter that an attribute names, such as `weight=none`, is not filled by an input.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fakequant.restore import set_to
 
 
 class ArgumentKind(Enum):
-    """The kinds of arguments."""
+    """The kinds of arguments of operators."""
 
     TENSOR = "tensor"
     TENSORS = "list of tensors"
@@ -39,7 +40,7 @@ class ArgumentKind(Enum):
 
 
 class Parameter(NamedTuple):
-    """One parameter of an operator; `type` is that of its schema, such as "Optional[List[int]]"."""
+    """One parameter of an operator; `type` is the type in its schema, such as "Optional[List[int]]"."""
 
     name: str
     type: str
@@ -49,7 +50,7 @@ class Parameter(NamedTuple):
 
     @property
     def kind(self) -> ArgumentKind:
-        """The kind of argument."""
+        """The kind of argument that the parameter takes."""
         inner = self.type.removeprefix("Optional[")
         if inner.startswith("Tensor"):
             return ArgumentKind.TENSOR
@@ -58,7 +59,7 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Signature:
-    """One form of an operation: its parameters, and the operator of torch that computes it, if one does."""
+    """One overload of an operation: its parameters, and the operator of torch that computes it, or None."""
 
     parameters: tuple[Parameter, ...]
     target: Callable[..., Any] | None = None
@@ -77,9 +78,9 @@ def signature_of(overload: OpOverload) -> Signature:
 
 @dataclass(frozen=True)
 class Call:
-    """An operation whose inputs and attributes are bound to the parameters of a signature.
+    """An operation, with its inputs and attributes bound to the parameters of a signature.
 
-    In `arguments`, which has what was given by name, a `Ref` stands for every input.
+    `arguments` has the bound values by parameter name, with a `Ref` for every input.
     """
 
     op: IROp
@@ -88,11 +89,11 @@ class Call:
     inputs: Sequence[TensorType]
 
     def has(self, name: str) -> bool:
-        """Whether an argument was given and is not none."""
+        """Whether an argument is bound and is not None."""
         return self.arguments.get(name) is not None
 
     def type(self, name: str) -> TensorType:
-        """The type of a tensor; of a number or size in its place, that of a 0-d tensor."""
+        """The type of a tensor argument; a number or size in its place counts as a 0-d tensor."""
         value = self.arguments[name]
         if isinstance(value, Ref):
             found = self.inputs[value.position]
@@ -101,13 +102,13 @@ class Call:
         return TensorType(kind, TensorShape())
 
     def value(self, name: str) -> Any:
-        """An argument that is no tensor, or its default; -1 stands for every size that is known only at run time."""
+        """The value of an argument that is not a tensor, or its default, with -1 for sizes known only at run time."""
         if name in self.arguments:
             return map_aggregate(self.arguments[name], lambda item: DYNAMIC if isinstance(item, Ref) else item)
         return next(p.default for p in self.signature.parameters if p.name == name)
 
     def filled(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments for the operator, with values in the places of the inputs."""
+        """The positional and keyword arguments for the operator, with `values` in place of the inputs."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for place, parameter in enumerate(self.signature.parameters):
@@ -123,10 +124,10 @@ class Call:
 
 
 def bind(op: IROp, signatures: Sequence[Signature], inputs: Sequence[TensorType]) -> Call:
-    """An operation bound to the first signature that fits, or to the one that its attribute `overload` names.
+    """Bind an operation to the first signature that fits, or to the one in its attribute `overload`.
 
     Raises:
-        GraphError: none fits; says why.
+        GraphError: no signature fits; the message gives the reasons.
     """
     attributes = dict(op.attributes)
     wanted = attributes.pop("overload", None) if len(signatures) > 1 else None
@@ -215,17 +216,17 @@ Rule = Callable[[Call], Sequence[TensorType]]
 
 @dataclass(frozen=True)
 class OperationRow:
-    """One kind of operation.
+    """One kind of operation in the table.
 
     Attributes:
-        name: its name in graphs.
-        signatures: its forms; those of torch's operators are what it is captured from and what computes it.
-        check: raises GraphError with the reason for which it does not take the inputs, where torch's meta kernel would.
-        rule: the types and shapes of its results, -1 where a dimension is dynamic; raises GraphError as `check` does.
-            Without one, torch's meta kernel decides.
-        module: makes the module that computes it, where no operator of torch does.
+        name: the name in graphs.
+        signatures: the overloads; torch's operators among them are captured as this operation, and compute it.
+        check: raises GraphError with the reason if inputs do not fit, although torch's meta kernel would take them.
+        rule: returns the types and shapes of results, -1 for a dynamic dimension; raises GraphError as `check` does.
+            Without a rule, torch's meta kernel decides.
+        module: makes the module that computes the operation, if no operator of torch does.
         moves: whether every element of the result is one of the first input, each once: a reshape, a transpose.
-        draws: whether an operation draws random numbers; by default its operators' tags tell.
+        draws: whether an operation draws random numbers; by default its operators' tags decide.
     """
 
     name: str
@@ -246,7 +247,7 @@ _captured_from: dict[object, str] = {}
 
 
 def add_row(row: OperationRow) -> None:
-    """Add a kind of operation; an operator of torch that several rows have is captured as the first."""
+    """Add a row; an operator of torch that is in several rows is captured as the first of these."""
     ROWS[row.name] = row
     for signature in row.signatures:
         if signature.target is not None:
@@ -254,10 +255,10 @@ def add_row(row: OperationRow) -> None:
 
 
 def find_overload(name: str) -> OpOverload:
-    """The operator of torch of a name such as "aten.add.Tensor".
+    """The operator of torch with a name such as "aten.add.Tensor".
 
     Raises:
-        GraphError: torch has none.
+        GraphError: torch has no such operator.
     """
     parts = name.split(".")
     if parts[0].startswith(_PRIVATE):
@@ -270,10 +271,10 @@ def find_overload(name: str) -> OpOverload:
 
 
 def name_of(target: object) -> str:
-    """The name in graphs of an operator of torch or a function.
+    """The name in graphs for an operator of torch or a function.
 
     Raises:
-        GraphError: something else.
+        GraphError: `target` is something else.
     """
     if target in _captured_from:
         return _captured_from[target]
@@ -284,15 +285,15 @@ def name_of(target: object) -> str:
 
 
 def shown_target(target: object) -> str:
-    """The name of an operator of torch, or of a function, for a message."""
+    """The name of an operator or a function, for messages."""
     return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
 
 
 def find_row(name: str) -> OperationRow:
-    """The row of a kind of operation.
+    """The row of an operation.
 
     Raises:
-        GraphError: there is none, and it is no operator of torch; the nearest are offered.
+        GraphError: neither the table nor torch has the operation; the message offers the nearest names.
     """
     if name in ROWS:
         return ROWS[name]
@@ -305,7 +306,7 @@ def find_row(name: str) -> OperationRow:
 
 
 def bound(op: IROp, inputs: Sequence[TensorType]) -> tuple[OperationRow, Call]:
-    """The row of an operation and its arguments.
+    """The row of an operation, and its arguments bound to a signature.
 
     Raises:
         GraphError: an unknown operation, or arguments that it does not take.
@@ -315,10 +316,10 @@ def bound(op: IROp, inputs: Sequence[TensorType]) -> tuple[OperationRow, Call]:
 
 
 def infer(op: IROp, inputs: Sequence[TensorType]) -> list[TensorType]:
-    """The types and shapes of an operation's results.
+    """The types and shapes of an operation's results, from those of its inputs.
 
     Raises:
-        GraphError: the inputs or attributes do not fit; says why.
+        GraphError: the inputs or attributes do not fit; the message says why.
     """
     row, call = bound(op, inputs)
     if row.check is not None:
@@ -345,7 +346,7 @@ _UNTOLD = (
 
 @dataclass(frozen=True)
 class _Question:
-    """A call, equal to those for which torch finds the same: layers repeat, and torch takes 0.3 ms and more."""
+    """A call with a key that is equal if torch infers equal types: layers repeat, and torch takes at least 0.3 ms."""
 
     key: tuple[object, ...]
     call: Call = field(compare=False)
@@ -353,7 +354,7 @@ class _Question:
 
 @lru_cache(maxsize=4096)
 def _by_torch(question: _Question) -> tuple[TensorType, ...] | None:
-    """What torch's meta kernel finds; None if only a run can tell.
+    """The types that torch's meta kernel infers; None if only a run can tell.
 
     Raises:
         GraphError: the inputs do not fit.
@@ -369,11 +370,11 @@ def _by_torch(question: _Question) -> tuple[TensorType, ...] | None:
 
 
 def _by_lengths(call: Call, is_size: list[bool]) -> tuple[TensorType, ...] | None:
-    """What torch's meta kernel finds, whichever lengths dynamic dimensions and sizes have; None if it is not sure.
+    """The types that torch's meta kernel infers for all lengths of dynamic dimensions; None if not certain.
 
-    Two lengths of all dynamic dimensions are tried, and a dimension of the result that differs is dynamic. Where only
-    one length fits, or lengths that differ between the dimensions, all dimensions of the result are; so they are where
-    sizes are given, because nothing tells how these follow from the dimensions.
+    Two lengths of all dynamic dimensions are tried, and a dimension of the result that differs is dynamic. If only one
+    length fits, or only different lengths for the dimensions, all dimensions of the result are dynamic; likewise if
+    sizes are inputs, because their relation to the dimensions is unknown.
 
     Raises:
         GraphError: no lengths fit.
@@ -415,7 +416,7 @@ _MOST_TRIES = 500  # of 0.3 ms
 
 
 def _alike(call: Call, is_size: list[bool]) -> Iterator[list[int]]:
-    """One length for all dynamic dimensions and sizes."""
+    """Candidate lengths: in each, all dynamic dimensions and sizes have the same length."""
     yield [_SOME[0]] * len(is_size)
     # A reshape takes one size that is left over, -1.
     for free in (i for i, size in enumerate(is_size) if size):
@@ -426,7 +427,7 @@ def _alike(call: Call, is_size: list[bool]) -> Iterator[list[int]]:
 
 
 def _lengths_in(call: Call) -> list[int]:
-    """Lengths in a call, to which dynamic dimensions may be bound, and the sums and products of its lists."""
+    """The lengths in a call that dynamic dimensions may have to equal, and the sums and products of its lists."""
     values = [value if isinstance(value, (list, tuple)) else [value] for value in call.arguments.values()]
     lists = [[n for n in value if type(n) is int] for value in values]
     lists += [[n for n in t.shape if n != DYNAMIC] for t in call.inputs]
@@ -440,11 +441,11 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not 
 
 
 def _by_fake_tensors(call: Call, lengths: Iterable[int]) -> tuple[TensorType, ...]:
-    """The types that torch finds for fake tensors; it knows most restrictions of an operator and computes nothing.
+    """The types that torch infers with fake tensors, which knows most restrictions of operators and computes nothing.
 
     Args:
-        call: of an operator of torch.
-        lengths: of the dynamic dimensions and sizes, in order.
+        call: a call of an operator of torch.
+        lengths: the lengths of the dynamic dimensions and sizes, in order.
     """
     assert isinstance(call.signature.target, OpOverload)
     left = iter(lengths)
@@ -469,14 +470,14 @@ def _by_fake_tensors(call: Call, lengths: Iterable[int]) -> tuple[TensorType, ..
 
 
 def _on_cpu(value: Any) -> Any:
-    """An argument with the CPU for a device, so that all machines say the same."""
+    """An argument with the CPU in place of any device, so that all machines infer the same."""
     if isinstance(value, torch.device) and value.type == "meta":
         raise GraphError("makes a tensor of the device meta, which has no memory")
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def type_of(value: Any) -> TensorType:
-    """The type of a result of an operator, fake or real.
+    """The type of an operator's result, fake or real.
 
     Raises:
         GraphError: a graph cannot hold it.
@@ -493,7 +494,7 @@ def type_of(value: Any) -> TensorType:
 
 
 def repeatable(op: IROp) -> bool:
-    """Whether an operation gives the same result for the same inputs every time."""
+    """Whether an operation always gives the same result for the same inputs, as it draws no random numbers."""
     row = find_row(op.op_type)
     if row.draws is not None:
         return not row.draws(op)
@@ -502,16 +503,16 @@ def repeatable(op: IROp) -> bool:
 
 
 def in_order(op: IROp) -> bool:
-    """Whether inputs fill the parameters by their places: no attribute stands for one or names it.
+    """Whether inputs fill the tensor parameters in order, with no attribute in place of a tensor.
 
-    Passes that look at the first or second input leave other operations alone.
+    Passes that read the first or second input skip other operations.
     """
     parameters = (p for s in find_row(op.op_type).signatures for p in s.parameters)
     return not any(p.kind is not ArgumentKind.VALUE and p.name in op.attributes for p in parameters)
 
 
 def faults(op: IROp, inputs: Sequence[TensorType]) -> list[str]:
-    """What is wrong with an operation whose inputs have these types, one sentence each; empty if nothing is."""
+    """The faults of an operation whose inputs have these types, one sentence each; [] if there are none."""
     if found := op.faults():
         return found
     try:
@@ -532,7 +533,7 @@ def faults(op: IROp, inputs: Sequence[TensorType]) -> list[str]:
 
 
 def make_op(op_type: str, input_ids: Iterable[int] = (), attributes: dict[str, Any] | None = None) -> IROp:
-    """An operation of the class that the table has for its name, which makes nothing yet."""
+    """An operation of the class that the table has for its name, without outputs yet."""
     op = object.__new__(OP_CLASSES.get(op_type, IROp))
     IROp.__init__(op, op_type, (), input_ids, (), attributes)
     return op

@@ -1,7 +1,7 @@
-"""The interface of NVIDIA's pytorch-quantization 2.2.1, on any device, under the same submodule names.
+"""The interface of NVIDIA's pytorch-quantization 2.2.1, on any device, with the same submodule names.
 
-`num_bits`, `axis`, `amax` and the calibration methods mean what they mean there; docs/notes/pytorch-quantization.md
-lists what differs and why.
+`num_bits`, `axis`, `amax` and the calibration methods have the meaning of the original;
+docs/notes/pytorch-quantization.md lists what differs and why.
 """
 
 import sys
@@ -10,7 +10,7 @@ from . import calib, cuda_ext, nn, optim, quant_modules, quantizer, tensor_quant
 from .quant_modules import deactivate, enable_onnx_export, initialize
 
 __version__ = "2.2.1"
-"""The release of pytorch-quantization whose interface this is."""
+"""The version of pytorch-quantization whose interface this is."""
 
 __all__ = [
     "__version__",

@@ -1,4 +1,4 @@
-"""Calibrators: from batches of tensors, or histograms of magnitudes, to an amax."""
+"""Calibrators that compute an amax from batches of tensors, or from histograms of magnitudes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SUMMED = 2.0**-16
 
 
 def percentile_amax(counts: np.ndarray, edges: np.ndarray, percentile: float) -> Tensor:
-    """Return the left edge of the bin in which the share of smaller magnitudes reaches the percentile."""
+    """The left edge of the bin in which the share of smaller magnitudes reaches the percentile, as a 0-d tensor."""
     shares = np.cumsum(counts / counts.sum())
     return torch.tensor(edges[np.searchsorted(shares, percentile / 100)].item(), device="cpu")
 
@@ -44,7 +44,7 @@ def percentile_amax(counts: np.ndarray, edges: np.ndarray, percentile: float) ->
 def mse_amax(
     counts: np.ndarray, edges: np.ndarray, num_bits: NumBits, unsigned: bool, *, stride: int = 1, start_bin: int = 128
 ) -> Tensor:
-    """Return the bin centre whose use as amax gives the smallest mean squared error; the first of equals.
+    """The bin centre that gives the smallest mean squared error as amax; the first of equal centres.
 
     Raises:
         ValueError: there are not more bins than start_bin.
@@ -57,7 +57,7 @@ def mse_amax(
     weights = weighed.float()
 
     def squares(indices: np.ndarray) -> Iterator[Tensor]:
-        """The weighted squared errors of thresholds [thresholds, bins], in parts."""
+        """The weighted squared errors for thresholds [thresholds, bins], in parts."""
         for part in candidates[torch.from_numpy(indices)].split(max(1, _VALUES // len(centers))):
             values = fake_quantize(centers.expand(len(part), -1), part[:, None], fmt)
             yield values.sub_(centers).square_().mul_(weights)
@@ -78,11 +78,11 @@ def mse_amax(
 
 
 def _nearly_least(errors: Callable[[np.ndarray], np.ndarray], amax: np.ndarray, second: float) -> np.ndarray:
-    """The thresholds whose error may be the least, in rising order, by the errors of few.
+    """The indices of thresholds whose error may be the smallest, in rising order, from the errors of few.
 
     The error in real numbers, less the mean of w x**2 and divided by amax**2, is the smallest of functions that are
-    linear in 1 / amax, one for every way to round. It is therefore concave in 1 / amax, and two errors bound all that
-    lie between them from below: thresholds between two others are computed only where this bound leaves a choice.
+    linear in 1 / amax, one for every way to round. It is therefore concave in 1 / amax, and two errors bound all
+    errors between them from below: thresholds between two others are computed only if this bound does not exclude them.
 
     Args:
         errors: from indices of thresholds to the means of w (x - y)**2, as float32 sums them.
@@ -106,10 +106,10 @@ def _nearly_least(errors: Callable[[np.ndarray], np.ndarray], amax: np.ndarray, 
 
 @np.errstate(divide="ignore", invalid="ignore")
 def _lowest_between(at_a: np.ndarray, at_b: np.ndarray, a: np.ndarray, b: np.ndarray, second: float) -> np.ndarray:
-    """A lower bound of the errors of all thresholds between a and b, by those of both: on the chord between them."""
+    """A lower bound of the errors of all thresholds between a and b, on the chord between their errors."""
 
     def at_least(error: np.ndarray) -> np.ndarray:
-        """What other roundings leave of an error."""
+        """The error, less the largest change that rounding of float32 sums can make."""
         return np.maximum(np.sqrt(np.maximum(error, 0.0)) - _MOVED * second**0.5, 0.0) ** 2
 
     at_a, at_b = at_least(at_a * (1 - _SUMMED)), at_least(at_b * (1 - _SUMMED))
@@ -125,10 +125,10 @@ def _lowest_between(at_a: np.ndarray, at_b: np.ndarray, a: np.ndarray, b: np.nda
 def entropy_amax(
     counts: np.ndarray, edges: np.ndarray, num_bits: NumBits, unsigned: bool, *, stride: int = 1, start_bin: int = 128
 ) -> Tensor:
-    """Return the edge with the smallest loss when the histogram up to it is quantized; the last of equal edges.
+    """The edge with the smallest loss if the histogram up to it is quantized; the last of equal edges.
 
-    The loss is the Kullback-Leibler divergence of the bins below the edge, the clipped counts added to the last of
-    them, from the same bins without these counts, merged into as many cells as there are magnitudes of codes and spread
+    The loss is the Kullback-Leibler divergence of the bins below the edge, with the clipped counts in the last
+    bin, from the same bins without the clipped counts, merged into a cell for each magnitude of a code and spread
     evenly over the bins of a cell that are not empty. Bin 0 counts as much as its neighbour.
 
     Raises:
@@ -149,7 +149,7 @@ def entropy_amax(
 
 
 class _Divergence:
-    """KL(P || Q) for numbers of bins kept."""
+    """The divergence KL(P || Q) of a quantized histogram, for each number of bins that are kept."""
 
     def __init__(self, counts: np.ndarray, cells: int) -> None:
         self.cells = cells
@@ -162,7 +162,7 @@ class _Divergence:
         self.information = _from_zero(np.cumsum(_x_log_x(values)))
 
     def at_least(self, kept: np.ndarray) -> np.ndarray:
-        """Return a lower bound of the divergence: all bins except the last are merged; -inf if there is no bound.
+        """A lower bound of the divergence, from merging all bins except the last; -inf if there is no bound.
 
         Merging outcomes never increases a divergence (Cover and Thomas, Elements of Information Theory, section 2.7).
         """
@@ -175,7 +175,7 @@ class _Divergence:
         return np.where((last > 0) & np.isfinite(found), found, -np.inf)
 
     def of_all(self, kept: np.ndarray) -> np.ndarray:
-        """Return the divergence for every number of bins kept from cumulative sums, accurate except in the last digits.
+        """The divergence for every number of kept bins, by cumulative sums; only the last digits are inexact.
 
         With N counts in all, C of them kept and T clipped, r = the counts of P and a cell of S counts in n bins:
         KL = (sum r log r - sum S log(S / n) - T log(S / n of the last)) / N - log N + log C.
@@ -199,7 +199,7 @@ class _Divergence:
         return np.concatenate(parts)
 
     def of_one(self, kept: int) -> float:
-        """Return the divergence for one number of bins kept, in a fixed order, so that equal ones have equal bits."""
+        """The divergence for one number of kept bins, summed in a fixed order, so that equal ones have equal bits."""
         counts = self.counts[:kept]
         if not counts.any():
             return np.inf
@@ -219,7 +219,7 @@ class _Divergence:
         return float(np.where(p > 0, terms, 0.0).sum())
 
     def _starts(self, kept: np.ndarray) -> np.ndarray:
-        """Return the first bin of every cell, and the number kept [kept, cells + 1]."""
+        """The first bin of every cell, then the number of kept bins [kept, cells + 1]."""
         starts = np.ceil(np.arange(self.cells + 1) * (kept / self.cells)[:, None]).astype(np.int64)
         starts[:, -1] = kept
         return starts
@@ -250,7 +250,7 @@ __all__ = ["HistogramCalibrator", "MaxCalibrator", "_Calibrator", "calibrate_wei
 
 
 def __getattr__(name: str) -> ModuleType:
-    """The submodule `max` of the original, as a global of this file, would hide the built-in function."""
+    """Return this module as `max`, the original's submodule; a global `max` would hide the built-in function."""
     if name != "max":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return sys.modules[__name__]
@@ -272,7 +272,7 @@ class _Calibrator:
         self._told: set[str] = set()
 
     def collect(self, x: Tensor) -> None:
-        """Collect a tensor."""
+        """Add a tensor to the collected data."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -280,14 +280,14 @@ class _Calibrator:
         raise NotImplementedError
 
     def compute_amax(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return the amax of the collected data, or None if there is none."""
+        """The amax of the collected data, or None without data."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"num_bits={self._num_bits} axis={self._axis} unsigned={self._unsigned}"
 
     def _tell(self, message: str) -> None:
-        """Log a warning the first time."""
+        """Log a warning, but only the first time."""
         if message not in self._told:
             self._told.add(message)
             logger.warning(message)
@@ -330,11 +330,11 @@ class MaxCalibrator(_Calibrator):
     @torch.inference_mode(False)
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """Collect a tensor.
+        """Update the largest magnitudes with those of a tensor.
 
         Raises:
             RuntimeError: amax has another shape than for the tensors before, or the tensor has no elements.
-            IndexError: an axis that it does not have.
+            IndexError: an axis that the tensor does not have.
         """
         axes = self._axis if isinstance(self._axis, list | tuple) else [] if self._axis is None else [self._axis]
         if beyond := [axis for axis in axes if not -x.dim() <= axis < x.dim()]:
@@ -361,7 +361,7 @@ class MaxCalibrator(_Calibrator):
         self._calib_amax = None
 
     def compute_amax(self) -> Tensor | None:
-        """Return a copy of the largest magnitude, or None if nothing was collected."""
+        """A copy of the largest magnitudes, or None if nothing was collected."""
         return None if self._calib_amax is None else self._calib_amax.clone()
 
     def __str__(self) -> str:
@@ -381,10 +381,10 @@ _EXACT_COUNTS = 1 << 24
 
 
 class HistogramCalibrator(_Calibrator):
-    """How often magnitudes occurred, in bins of one width.
+    """Counts magnitudes in bins of equal width.
 
-    The first tensor decides the width: `num_bins` bins from 0 to its largest magnitude. When a larger magnitude comes,
-    bins of that width are appended; beyond 65,536 bins (or `num_bins`) neighbours are merged. Counts are exact.
+    The first tensor decides the width: `num_bins` bins from 0 to its largest magnitude. For larger magnitudes, bins of
+    that width are appended; beyond 65,536 bins (or `num_bins`) neighbours are merged. Counts are exact.
 
     Args:
         num_bits: bits of a code.
@@ -431,7 +431,7 @@ class HistogramCalibrator(_Calibrator):
     @torch.inference_mode(False)
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """Collect a tensor; NaN is ignored.
+        """Count the magnitudes of a tensor; NaN is ignored.
 
         Raises:
             CalibrationError: a tensor without elements; it is also a RuntimeError.
@@ -464,7 +464,7 @@ class HistogramCalibrator(_Calibrator):
     def compute_amax(
         self, method: str, *, stride: int = 1, start_bin: int = 128, percentile: float = 99.99
     ) -> Tensor | None:
-        """Return the amax of a method as a 0-d tensor on the CPU, or None if nothing was collected.
+        """The amax by a method, as a 0-d tensor on the CPU, or None if nothing was collected.
 
         Args:
             method: "entropy", "mse" or "percentile".
@@ -541,7 +541,7 @@ class HistogramCalibrator(_Calibrator):
 
 
 def _histogram(x: Tensor, bins: int, largest: float) -> Tensor:
-    """Counts int64 [bins] of values from 0 to largest."""
+    """The counts int64 [bins] of values from 0 to `largest`."""
     counts = torch.zeros(bins, dtype=torch.int64, device=x.device)
     if largest == 0:
         counts[0] = x.numel()
@@ -552,7 +552,7 @@ def _histogram(x: Tensor, bins: int, largest: float) -> Tensor:
 
 
 def _merged(bins: float, most: int) -> int:
-    """Return the power of two of neighbours that must be merged to have at most `most` bins."""
+    """How many neighbouring bins to merge, a power of two, so that at most `most` bins remain."""
     factor = 1
     while bins > most * factor:
         factor *= 2
@@ -572,10 +572,10 @@ def calibrate_weights(
     percentile: float = 99.99,
     num_bins: int = 2048,
 ) -> None:
-    """Set the amax of the weight quantizer of every module that has one, from the weight.
+    """Set the amax of every weight quantizer from the weight of its module.
 
     Args:
-        model: modules with a `weight` and a `weight_quantizer` are calibrated; the calibrators of these are not used.
+        model: modules with a `weight` and a `weight_quantizer` are calibrated, without their calibrators.
         method: "max", "percentile" or "mse".
         perchannel: one amax per output channel; otherwise one per weight.
         percentile: how many of 100 magnitudes may not be clipped.

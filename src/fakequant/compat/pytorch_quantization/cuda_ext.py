@@ -1,4 +1,4 @@
-"""The four functions of the compiled extension, on any device; none has a gradient."""
+"""The four functions of the original's compiled extension, on any device; none has a gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quantizer and quantized layers, also under the names of the float layers that they stand for."""
+"""The quantizer and the quantized layers, also under the names of their float layers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class _QuantizesInput:
 
     @classmethod
     def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
-        """Set the descriptor of inputs that modules of this class use from now on.
+        """Set the descriptor of inputs for modules of this class that are made later.
 
         Raises:
-            ValueError: no descriptor.
+            ValueError: `value` is not a descriptor.
         """
         cls.default_quant_desc_input = _copied(value)
 
@@ -52,13 +52,13 @@ class _QuantizesInput:
 
 
 class QuantInputMixin(_QuantizesInput):
-    """Gives a module a quantizer for its input, `_input_quantizer`."""
+    """A mixin with a quantizer of the input, `_input_quantizer`."""
 
     def init_quantizer(self, quant_desc_input: QuantDescriptor) -> None:
-        """Make the quantizer; only a module's `__init__` may call this.
+        """Make the quantizer; may only be called in the `__init__` of a module.
 
         Raises:
-            TypeError: something else called it.
+            TypeError: called outside of an `__init__`.
             ValueError: the descriptor does not ask for fake quantization.
         """
         _check_caller()
@@ -66,7 +66,7 @@ class QuantInputMixin(_QuantizesInput):
 
 
 class QuantMixin(_QuantizesInput):
-    """Gives a module quantizers for its input and its weight, `_input_quantizer` and `_weight_quantizer`."""
+    """A mixin with quantizers of input and weight, `_input_quantizer` and `_weight_quantizer`."""
 
     default_quant_desc_weight = QUANT_DESC_8BIT_PER_TENSOR
     _weight_quantizer: Any
@@ -75,18 +75,18 @@ class QuantMixin(_QuantizesInput):
 
     @classmethod
     def set_default_quant_desc_weight(cls, value: QuantDescriptor) -> None:
-        """Set the descriptor of weights, as `set_default_quant_desc_input` that of inputs."""
+        """Set the descriptor of weights for modules of this class that are made later."""
         cls.default_quant_desc_weight = _copied(value)
 
     def init_quantizer(
         self, quant_desc_input: QuantDescriptor, quant_desc_weight: QuantDescriptor, num_layers: int | None = None
     ) -> None:
-        """Make the quantizers, as `QuantInputMixin.init_quantizer` does.
+        """Make both quantizers, as `QuantInputMixin.init_quantizer` does.
 
         Args:
             quant_desc_input: how inputs are quantized.
             quant_desc_weight: how weights are quantized.
-            num_layers: if given, as many pairs, in the lists `_input_quantizers` and `_weight_quantizers`.
+            num_layers: if not None, make lists `_input_quantizers` and `_weight_quantizers` of this length.
         """
         _check_caller()
         if num_layers is None:
@@ -102,7 +102,7 @@ class QuantMixin(_QuantizesInput):
 
 
 class WeightedModule(QuantMixin):
-    """A layer with a weight: put before the layer's class, it takes `quant_desc_input` and `quant_desc_weight`."""
+    """A mixin before the class of a layer with a weight, which takes `quant_desc_input` and `quant_desc_weight`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         descriptors = take_descriptors(kwargs, super().__init__)
@@ -111,12 +111,12 @@ class WeightedModule(QuantMixin):
         cast("nn.Module", self).to(next(cast("nn.Module", self).parameters()).device)
 
     def quantized_weight(self) -> Tensor:
-        """The weight as the product sees it."""
+        """The quantized weight, as the product multiplies it."""
         return self._weight_quantizer(cast("nn.Linear", self).weight)
 
 
 class InputModule(QuantInputMixin):
-    """A layer whose input alone is quantized: put before the layer's class, it takes `quant_desc_input`."""
+    """A mixin before the class of a layer without a weight, which takes `quant_desc_input`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         descriptors = take_descriptors(kwargs, super().__init__)
@@ -124,19 +124,19 @@ class InputModule(QuantInputMixin):
         self.init_quantizer(pop_quant_desc_in_kwargs(type(self), input_only=True, **descriptors))
 
     def forward(self, input: Tensor) -> Any:
-        """What the layer computes of the quantized input."""
+        """The layer's output for the quantized input."""
         return cast("Any", super()).forward(self._input_quantizer(input))
 
 
 def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs: Any) -> Any:
-    """The descriptors among keyword arguments, and a class's own defaults for those that are not there.
+    """The descriptors among keyword arguments, with the class's defaults for missing descriptors.
 
     Args:
         quant_cls: a class with `default_quant_desc_input` and `default_quant_desc_weight`.
-        input_only: whether only `quant_desc_input` is meant; that alone is returned then.
+        input_only: whether to take and return only `quant_desc_input`.
 
     Raises:
-        TypeError: another keyword argument.
+        TypeError: any other keyword argument.
     """
     quant_desc_input = kwargs.pop("quant_desc_input", quant_cls.default_quant_desc_input)
     quant_desc_weight = None if input_only else kwargs.pop("quant_desc_weight", quant_cls.default_quant_desc_weight)
@@ -147,7 +147,7 @@ def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs:
 
 
 def take_descriptors(kwargs: dict[str, Any], made_by: Callable[..., None]) -> dict[str, Any]:
-    """The keyword arguments that are descriptors, or that the float layer does not take, taken out of all."""
+    """Remove from `kwargs` the descriptors, and arguments that the float layer does not take, and return them."""
     known = inspect.signature(made_by).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     names = [name for name in kwargs if name.startswith("quant_desc_") or not (takes_all or name in known)]
@@ -167,7 +167,7 @@ def _quantizer(descriptor: QuantDescriptor) -> TensorQuantizer:
 
 
 def _check_caller() -> None:
-    """Raise unless what called `init_quantizer` is an `__init__`."""
+    """Raise TypeError unless `init_quantizer` was called by an `__init__`."""
     if sys._getframe(2).f_code.co_name != "__init__":
         raise TypeError("init_quantizer is for the __init__ of a quantized module; assign to the quantizers instead")
 
@@ -309,7 +309,7 @@ class QuantInstanceNorm3d(InputModule, nn.InstanceNorm3d):
 
 
 class QuantRNNBase(QuantMixin):
-    """What layers over sequences share: put before torch's class, it takes both descriptors."""
+    """Base of quantized recurrent layers: a mixin before torch's class that takes both descriptors."""
 
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
 
@@ -324,13 +324,13 @@ class QuantRNNBase(QuantMixin):
         layer.to(next(layer.parameters()).device)
 
     def gates(self) -> list[tuple[GateWeights, GateQuantizers]]:
-        """The parameters of every layer, in each direction, and what they are quantized with."""
+        """The parameters and quantizers of every layer in each direction."""
         quantizers = zip(self._input_quantizers, self._weight_quantizers, strict=True)
         weights = cast("nn.RNNBase", self).all_weights
         return [(GateWeights(*w), _gate_quantizers(*q)) for w, q in zip(weights, quantizers, strict=True)]
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """As torch's layer; input [time, n, in], [n, time, in], [time, in] or a PackedSequence."""
+        """Compute torch's layer, quantized; input [time, n, in], [n, time, in], [time, in] or a PackedSequence."""
         quantizers = [quantizers for _, quantizers in self.gates()]
         if all(_pass_through(pair) for pair in quantizers):
             return cast("Any", super()).forward(input, hx)
@@ -355,19 +355,19 @@ class GRU(QuantRNNBase, nn.GRU):
 
 
 class QuantRNNCellBase(WeightedModule):
-    """What cells share: put before torch's class, it takes both descriptors."""
+    """Base of quantized recurrent cells: a mixin before torch's class that takes both descriptors."""
 
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
     mode: str
 
     def gates(self) -> list[tuple[GateWeights, GateQuantizers]]:
-        """The parameters, and what they are quantized with: one pair."""
+        """The parameters of the cell and its quantizers, as the only pair."""
         cell = cast("nn.LSTMCell", self)
         weights = GateWeights(cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
         return [(weights, _gate_quantizers(self._input_quantizer, self._weight_quantizer))]
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
-        """As torch's cell; input [n, in] or [in]."""
+        """The result of torch's cell, quantized; input [n, in] or [in]."""
         cell = cast("nn.LSTMCell", self)
         ((weights, quantizers),) = self.gates()
         if _pass_through(quantizers):
@@ -395,7 +395,7 @@ class QuantRNNCell(QuantRNNCellBase, nn.RNNCell):
 
     @property
     def mode(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """By the nonlinearity."""
+        """The name of the cell's step function, which follows from the nonlinearity."""
         return f"RNN_{self.nonlinearity.upper()}"
 
 

@@ -1,4 +1,4 @@
-"""Finds parameters by their names: to group them for an optimizer, to freeze or to quantize them."""
+"""Find parameters by name, to group them for an optimizer, to freeze them, or to quantize weights in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["freeze_parameters", "group_parameters", "match_parameters", "quant_w
 
 
 def match_parameters(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Parameter]:
-    """Every parameter in whose name a regular expression is found; once for each that is.
+    """Yield every parameter for each regular expression that occurs in its name.
 
     >>> [p.shape for p in match_parameters(nn.Linear(3, 2), ["bias"])]
     [torch.Size([2])]
@@ -35,15 +35,15 @@ def group_parameters(
     momentums: Sequence[float] | None = None,
     weight_decays: Sequence[float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups of parameters by their names, as torch's optimizers take them.
+    """Parameter groups for torch's optimizers, by names of parameters.
 
     Args:
         model: any module.
-        patterns_list: for every group its regular expressions.
-        lrs: for every group its learning rate; likewise momentums and weight_decays.
+        patterns_list: the regular expressions of every group.
+        lrs: the learning rate of every group; likewise momentums and weight_decays.
 
     Raises:
-        TypeError: patterns that are no lists of lists, or options of another length.
+        TypeError: patterns that are not lists of lists, or options of another length.
     """
     if not isinstance(patterns_list, list) or not all(isinstance(patterns, list | tuple) for patterns in patterns_list):
         example = "give for example [['conv'], ['bias']]"
@@ -61,14 +61,14 @@ def group_parameters(
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Turn off the gradients of the parameters that `match_parameters` finds."""
+    """Turn off the gradients of the parameters that `match_parameters` yields."""
     for parameter in match_parameters(model, patterns):
         parameter.requires_grad = False
 
 
 @torch.no_grad()
 def quant_weight_inplace(model: nn.Module) -> None:
-    """Replace the weights of every quantized layer, recurrent ones too, by their fake-quantized values."""
+    """Replace the weights of every quantized layer, also of recurrent layers, by their fake-quantized values."""
     for name, module in model.named_modules():
         if isinstance(module, QuantRNNBase | QuantRNNCellBase):
             for weights, quantizers in module.gates():

@@ -1,4 +1,4 @@
-"""Replace layers of torch.nn by quantized layers for models that are built afterwards; and the switch for ONNX."""
+"""Replace layer classes of torch.nn by quantized layers for models that are built later; and the switch for ONNX."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["deactivate", "enable_onnx_export", "initialize"]
 
 
 class _quant_entry(NamedTuple):
-    """A name in a module, and what stands there instead."""
+    """A module, a name in it, and the replacement for the class with this name."""
 
     orig_mod: Any
     mod_name: str
@@ -31,7 +31,7 @@ _DEFAULT_QUANT_MAP = [_quant_entry(torch.nn, name, getattr(quant_nn, f"Quant{nam
 
 
 class QuantModuleReplacementHelper:
-    """The replacements to make, and the original layers."""
+    """The replacements of layer classes, and the original classes."""
 
     def __init__(self) -> None:
         self.default_quant_map = _DEFAULT_QUANT_MAP
@@ -41,11 +41,11 @@ class QuantModuleReplacementHelper:
     def prepare_state(
         self, float_module_list: Iterable[str] | None = None, custom_map: Iterable[tuple[Any, str, Any]] | None = None
     ) -> None:
-        """Choose the layers that `apply_quant_modules` replaces.
+        """Choose the layer classes that `apply_quant_modules` replaces.
 
         Args:
-            float_module_list: names of layers that stay, such as "Linear".
-            custom_map: (module, name in it, replacement), instead of or besides the layers of torch.nn.
+            float_module_list: names of layers that stay float, such as "Linear".
+            custom_map: (module, name in it, replacement) triples, instead of or besides the layers of torch.nn.
         """
         kept = set(float_module_list or ())
         chosen = [entry for entry in self.default_quant_map if entry.mod_name not in kept]
@@ -53,7 +53,7 @@ class QuantModuleReplacementHelper:
         self.quant_map = {(id(entry.orig_mod), entry.mod_name): entry for entry in chosen}
 
     def apply_quant_modules(self) -> None:
-        """Replace the chosen layers, and restore layers of an earlier call that are no longer chosen."""
+        """Replace the chosen layer classes, and restore those of an earlier call that are no longer chosen."""
         for entry in self.quant_map.values():
             if not hasattr(entry.orig_mod, entry.mod_name):
                 raise AttributeError(f"{entry.orig_mod} has no {entry.mod_name} to replace; nothing was replaced")
@@ -64,7 +64,7 @@ class QuantModuleReplacementHelper:
                 setattr(*entry)
 
     def restore_float_modules(self) -> None:
-        """Restore the original layers."""
+        """Restore the original layer classes."""
         for entry in self._originals.values():
             setattr(*entry)
         self._originals = {}
@@ -98,13 +98,13 @@ def initialize(
 
 
 def deactivate() -> None:
-    """Undo `initialize`; without it nothing happens."""
+    """Undo `initialize`; does nothing if it was not called."""
     _helper.restore_float_modules()
 
 
 @contextmanager
 def enable_onnx_export() -> Iterator[None]:
-    """Let quantizers compute the same as QuantizeLinear and DequantizeLinear inside a block, for exporters.
+    """A context in which quantizers compute as QuantizeLinear and DequantizeLinear do, for exporters.
 
     Inside it use `fakequant.export_onnx`, whose files can be verified bit for bit, or `torch.onnx.export`.
     """

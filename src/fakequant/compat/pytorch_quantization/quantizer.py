@@ -1,4 +1,4 @@
-"""The quantizer of one tensor, as a descriptor says, and clipping whose bounds can be learned."""
+"""The quantizer of one tensor, configured by a descriptor, and clipping with bounds that can be learned."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _REACHED = QuantSpec(IntegerFormat.of(1, signed=False), PerTensor(), symmetric=T
 
 
 def clip(input: Tensor, clip_value_min: Tensor, clip_value_max: Tensor) -> Tensor:
-    """Input between two bounds, whose gradients are those of the values that reach them (PACT).
+    """Clip the input between two bounds; a bound gets the gradients of the elements that it clips (PACT).
 
     A value on a bound counts as clipped: its gradient goes to the bound. The sum is that of `Gradient.CLIP`, the same
     in any order.
@@ -73,13 +73,13 @@ def clip(input: Tensor, clip_value_min: Tensor, clip_value_max: Tensor) -> Tenso
 
 
 class ClipFunction:
-    """`clip` as the static method of a class, as scripts call it."""
+    """`clip` as the static method `apply` of a class, as scripts call it."""
 
     apply = staticmethod(clip)
 
 
 def _to_bound(output: Tensor, reached: Tensor, bound: Tensor) -> Tensor:
-    """Output, the gradient of which goes to a bound of one element too, from where it is reached."""
+    """The output, whose gradient also goes to a bound of one element, from elements where `reached` is set."""
     if not (bound.requires_grad and torch.is_grad_enabled()):
         return output
     flags = reached.to(torch.promote_types(output.dtype, bound.dtype))
@@ -91,7 +91,7 @@ def _to_bound(output: Tensor, reached: Tensor, bound: Tensor) -> Tensor:
 
 
 class Clip(PreciseModule):
-    """Clips to between two bounds; the learned ones are parameters, the others buffers.
+    """Clips between two bounds; learned bounds are parameters, others are buffers.
 
     A bound that is a parameter stays that parameter.
 
@@ -99,7 +99,7 @@ class Clip(PreciseModule):
         clip_value_min: the lower bound, a number, a tensor, a parameter or an array.
         clip_value_max: the upper bound.
         learn_min: whether the lower bound is learned, which needs one number, not a tensor.
-        learn_max: whether the upper bound is.
+        learn_max: whether the upper bound is learned.
 
     Raises:
         ValueError: a bound to learn that is not one number.
@@ -144,10 +144,10 @@ _BUFFERS = ("_amax", "_pre_quant_scale")
 
 
 class Blocks:
-    """How a quantizer with `block_sizes` measures, calibrates and quantizes; the last block of an axis may be smaller.
+    """Measures, calibrates and quantizes for a quantizer with `block_sizes`; the last block of an axis may be smaller.
 
     Args:
-        block_sizes: of the descriptor.
+        block_sizes: the descriptor's `block_sizes`.
     """
 
     def __init__(self, block_sizes: dict[Any, Any]) -> None:
@@ -158,14 +158,14 @@ class Blocks:
     def fake_quantize(
         self, inputs: Tensor, amax: Tensor | None, factor: float | None, fmt: Format, *, exporting: bool
     ) -> Tensor:
-        """Inputs rounded to what the format has under the scale of their block.
+        """Inputs rounded to values of the format under the scales of their blocks.
 
         Args:
             inputs: any shape.
-            amax: calibrated, [blocks, axes kept]; None for that of every block of inputs.
-            factor: what amax is multiplied with, if anything.
-            fmt: of the elements.
-            exporting: compute as ONNX does, see `_as_quantize_linear`.
+            amax: the calibrated amax [blocks, axes kept]; None: the amax of each block of inputs.
+            factor: multiplies amax, unless None.
+            fmt: the format of the elements.
+            exporting: whether to compute as ONNX does, see `_as_quantize_linear`.
         """
         spec = block_specification(fmt, self.block_sizes)
         if exporting:
@@ -175,7 +175,7 @@ class Blocks:
         return functional.fake_quantize(inputs, spec, amax=amax)
 
     def collect(self, calibrator: Any, inputs: Tensor) -> None:
-        """Show the amax of every block to a calibrator, [1, blocks].
+        """Show the amax of every block [1, blocks] to a calibrator.
 
         Raises:
             NotImplementedError: a calibrator of another kind than "max".
@@ -188,7 +188,7 @@ class Blocks:
         calibrator.collect(amax)
 
     def restored(self, amax: Tensor) -> Tensor:
-        """What a calibrator made of [1, blocks], as [blocks, axes kept]; one number that stands for none stays."""
+        """A calibrator's amax [1, blocks] reshaped to [blocks, axes kept]; a single number stays unchanged."""
         shape = self._observed
         return amax if shape is None or amax.numel() != shape.numel() else amax.reshape(shape)
 
@@ -201,10 +201,10 @@ _BITS = 8
 
 
 def _check_exportable(amax: Tensor | None, fmt: Format, narrow_range: bool) -> None:
-    """Whether TensorRT has a form for a quantizer.
+    """Check that TensorRT can express a quantizer.
 
     Raises:
-        AssertionError: it has none, or amax is missing.
+        AssertionError: TensorRT cannot express it, or amax is missing.
     """
     if amax is None:
         raise AssertionError("the quantizer has no amax: calibrate it and load amax before exporting to ONNX")
@@ -222,10 +222,10 @@ def _check_exportable(amax: Tensor | None, fmt: Format, narrow_range: bool) -> N
 
 
 def _as_quantize_linear(inputs: Tensor, amax: Tensor, fmt: Format) -> Tensor:
-    """Inputs [...] fake-quantized by QuantizeLinear and DequantizeLinear, amax [1s but along one axis].
+    """Inputs [...] fake-quantized as by QuantizeLinear and DequantizeLinear; amax may vary along one axis.
 
-    Those divide by a scale and multiply with it, where the quantizer otherwise multiplies with 1 / scale and divides:
-    with it, a model computes in torch what its file computes. Values differ by at most one unit in the last place.
+    These operators divide by the scale and multiply by it, while the quantizer multiplies by 1 / scale and divides. So
+    the model computes in torch what its file computes. Values differ by at most one unit in the last place.
     """
     granularity, shape = granularity_of(amax.shape, inputs.shape)
     amax = amax.detach().to(inputs.device, compute_dtype(inputs.dtype)).reshape(shape)
@@ -261,11 +261,11 @@ def _setting(name: str, doc: str) -> Any:
 
 
 class TensorQuantizer(PreciseModule):
-    """Calibrates for, clips and quantizes one tensor, each of which can be turned on and off.
+    """Calibrates, clips and quantizes one tensor; each of these stages can be turned on and off.
 
-    Without an amax, from the descriptor, a calibrator, a state dict or the setter, the range is that of every tensor.
-    amax and `pre_quant_scale` are buffers from when they are set: copies, in float32 at least, which stay float32 when
-    the model becomes half precision.
+    Until the descriptor, a calibrator, a state dict or the setter sets amax, each tensor's range is used. amax and
+    `pre_quant_scale` become buffers when they are set: copies in at least float32, which stay float32 when the model
+    becomes half precision.
 
     Args:
         quant_desc: how to quantize.
@@ -282,7 +282,7 @@ class TensorQuantizer(PreciseModule):
     """
 
     use_fb_fake_quant: ClassVar[bool] = False
-    """The switch of older releases for what `quant_modules.enable_onnx_export` does."""
+    """The switch of older releases for the effect of `quant_modules.enable_onnx_export`."""
     _enable_onnx_export = False
     # Models that were pickled by the original lack these.
     _dynamic = False
@@ -329,7 +329,7 @@ class TensorQuantizer(PreciseModule):
 
     @property
     def pre_quant_scale(self) -> Tensor | None:
-        """What tensors are multiplied with before all else, also when disabled; None if nothing."""
+        """The factor that multiplies tensors before all stages, even when disabled; None for no factor."""
         return self._buffers.get("_pre_quant_scale")
 
     @pre_quant_scale.setter
@@ -338,10 +338,10 @@ class TensorQuantizer(PreciseModule):
 
     @property
     def amax(self) -> Tensor | None:
-        """The largest magnitude that has a code, before `scale_amax`; None if it is that of every tensor.
+        """The largest magnitude that has a code, before `scale_amax`; None if each tensor's amax is used.
 
         Raises:
-            RuntimeError: the setter is given another shape than amax has.
+            RuntimeError: the setter got another shape than amax has.
         """
         return self._buffers.get("_amax")
 
@@ -350,7 +350,7 @@ class TensorQuantizer(PreciseModule):
         self._set("_amax", value)
 
     def _set(self, name: str, value: Any) -> None:
-        """What the setters do."""
+        """Set a buffer from a user's value; logs an error for None, and raises RuntimeError for another shape."""
         if value is None:
             logger.error("%s cannot be set to None; delete it instead", name)
             return
@@ -364,7 +364,7 @@ class TensorQuantizer(PreciseModule):
         self._set_buffer(name, value)
 
     def _set_buffer(self, name: str, value: Tensor) -> None:
-        """A copy as a buffer: in the one that is there, if the shape is the same."""
+        """Store a copy of a value in a buffer: in the existing tensor if the shape is the same."""
         old = self._buffers.get(name)
         value = value.detach().to(torch.promote_types(value.dtype, torch.float32))
         if old is None or old.shape != value.shape:
@@ -385,23 +385,23 @@ class TensorQuantizer(PreciseModule):
 
     @property
     def maxbound(self) -> float:
-        """The code that amax is mapped to."""
+        """The code of amax."""
         bound = format_of(self._num_bits, self._unsigned).bound
         return int(bound) if isinstance(self._num_bits, int) else bound
 
     @property
     def axis(self) -> Any:
-        """The axis or axes that keep their own amax; None for one amax."""
+        """The axis or axes along which each index has a separate amax; None for one amax."""
         return self._axis
 
     @property
     def fake_quant(self) -> bool:
-        """Whether values come out, not codes."""
+        """Whether the quantizer returns values instead of codes."""
         return self._fake_quant
 
     @property
     def scale(self) -> Any:
-        """Codes per unit of the last tensor that became codes; 1.0 if the quantizer returns floats."""
+        """Codes per unit of the last quantized tensor; 1.0 if the quantizer returns values."""
         if self._fake_quant:
             logger.error("a quantizer that gives values has no scale; ask for amax or step_size")
         elif self._scale is None:
@@ -410,7 +410,7 @@ class TensorQuantizer(PreciseModule):
 
     @property
     def step_size(self) -> Tensor | None:
-        """Units per code; None if amax is that of every tensor.
+        """Units per code; None if each tensor's amax is used.
 
         Raises:
             TypeError: a float format, whose steps differ.
@@ -423,15 +423,15 @@ class TensorQuantizer(PreciseModule):
         return self.amax / self.maxbound
 
     def disable(self) -> None:
-        """Return tensors as they are."""
+        """Make calls return tensors unchanged."""
         self._disabled = True
 
     def enable(self) -> None:
-        """End `disable`."""
+        """Undo `disable`."""
         self._disabled = False
 
     def disable_clip(self) -> None:
-        """Stop learning amax; it stays where it is.
+        """Stop learning amax, which keeps its present value.
 
         Raises:
             AttributeError: amax is not learned.
@@ -440,7 +440,7 @@ class TensorQuantizer(PreciseModule):
         self._if_clip = False
 
     def enable_clip(self) -> None:
-        """Learn amax.
+        """Start learning amax.
 
         Raises:
             ValueError: the descriptor has no `learn_amax`.
@@ -455,10 +455,10 @@ class TensorQuantizer(PreciseModule):
         self._if_calib = False
 
     def enable_calib(self) -> None:
-        """Show tensors to the calibrator.
+        """Start showing tensors to the calibrator.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the quantizer has no calibrator.
             AttributeError: the descriptor named an unknown method.
         """
         if self._calibrator is None:
@@ -470,19 +470,19 @@ class TensorQuantizer(PreciseModule):
         self._if_quant = False
 
     def enable_quant(self) -> None:
-        """Quantize."""
+        """Start quantizing."""
         self._if_quant = True
 
     def load_calib_amax(self, *args: Any, strict: bool = True, **kwargs: Any) -> None:
-        """Take over the amax that the calibrator finds, as a copy.
+        """Set amax to a copy of the calibrator's result.
 
         Args:
-            args: of the calibrator's `compute_amax`, such as the method of a histogram.
-            strict: whether a calibrator that has seen nothing is an error; otherwise amax becomes NaN.
-            kwargs: also of `compute_amax`.
+            args: arguments of the calibrator's `compute_amax`, such as the method of a histogram.
+            strict: whether a calibrator without data is an error; otherwise amax becomes NaN.
+            kwargs: further arguments of `compute_amax`.
 
         Raises:
-            RuntimeError: there is no calibrator, or it has seen nothing.
+            RuntimeError: there is no calibrator, or it has no data.
         """
         calibrator = getattr(self, "_calibrator", None)
         if calibrator is None:
@@ -497,7 +497,7 @@ class TensorQuantizer(PreciseModule):
         self._set_buffer("_amax", amax if self._blocks is None else self._blocks.restored(amax))
 
     def init_learn_amax(self) -> None:
-        """Begin learning at the present amax; at the largest, if there are several.
+        """Set the learned bounds to the present amax, or to the largest if there are several.
 
         Raises:
             RuntimeError: the descriptor has no `learn_amax`.
@@ -510,7 +510,7 @@ class TensorQuantizer(PreciseModule):
         self.clip.clip_value_max.data.copy_(amax)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Inputs as the stages that are on leave them.
+        """Inputs after the stages that are on: calibrated, clipped and quantized.
 
         Raises:
             AssertionError: while ONNX export is enabled, a quantizer that cannot be exported.
@@ -559,7 +559,7 @@ class TensorQuantizer(PreciseModule):
 
     @property
     def passes_through(self) -> bool:
-        """Whether tensors come out as they are, and nothing sees them."""
+        """Whether tensors are returned unchanged, and no calibrator sees them."""
         active = not self._disabled and (self._if_quant or self._if_clip or self._if_calib)
         return self.pre_quant_scale is None and not active
 
@@ -567,7 +567,7 @@ class TensorQuantizer(PreciseModule):
         return torch.maximum(-self.clip.clip_value_min, self.clip.clip_value_max).detach()
 
     def _get_amax(self, inputs: Tensor) -> Tensor:
-        """The amax to quantize inputs with: the stored one or their own, in float32 at least."""
+        """The amax for quantizing inputs, at least float32: the stored amax, or the amax of the inputs."""
         amax = None if self._dynamic else self.amax
         if amax is None:
             kept = () if self._axis is None else (self._axis,) if isinstance(self._axis, int) else self._axis

@@ -1,4 +1,4 @@
-"""The functions that quantize by an amax, the descriptors, and the specifications and parameters that these become.
+"""Functions that quantize by an amax, descriptors, and their translation to specifications and parameters.
 
 amax broadcasts with the inputs: one number, or one per index of the axes that keep their size. float16 and bfloat16 are
 computed in float32 and rounded once, at the end. A gradient passes where |inputs| <= amax; amax gets none.
@@ -36,7 +36,7 @@ SMALLEST_AMAX = 2.0**-24
 
 
 def integer_format(num_bits: int, unsigned: bool = False, narrow_range: bool = False) -> IntegerFormat:
-    """All codes of `num_bits` bits; `narrow_range` leaves the lowest of the signed ones out.
+    """The integer format of `num_bits` bits; `narrow_range` excludes the lowest signed code.
 
     Raises:
         SpecError: fewer codes than two, or more than 24 bits.
@@ -48,10 +48,10 @@ def integer_format(num_bits: int, unsigned: bool = False, narrow_range: bool = F
 
 
 def float_format(num_bits: tuple[int, int]) -> Format:
-    """The first registered format with E exponent and M mantissa bits.
+    """The first registered float format with E exponent and M mantissa bits.
 
     Raises:
-        TypeError: there is none.
+        TypeError: there is no such format.
 
     >>> print(float_format((4, 3)), float_format((2, 1)), float_format((8, 0)))
     float8_e4m3fn float4_e2m1fn float8_e8m0fnu
@@ -71,10 +71,10 @@ def float_format(num_bits: tuple[int, int]) -> Format:
 
 
 def format_of(num_bits: NumBits, unsigned: bool = False, narrow_range: bool = False) -> Format:
-    """The format of a descriptor.
+    """The format that a descriptor's `num_bits` means.
 
     Raises:
-        SpecError, TypeError: there is none.
+        SpecError, TypeError: there is no such format.
     """
     if isinstance(num_bits, int):
         return integer_format(num_bits, unsigned, narrow_range)
@@ -82,7 +82,7 @@ def format_of(num_bits: NumBits, unsigned: bool = False, narrow_range: bool = Fa
 
 
 def specification(fmt: Format, granularity: Granularity) -> QuantSpec:
-    """How the interface computes: code = clamp(rint(x * m)), value = code / m, gradient where |x| <= amax."""
+    """The specification of the interface: code = clamp(rint(x * m)), value = code / m, gradient where |x| <= amax."""
     return QuantSpec(fmt, granularity, arithmetic=Arithmetic.MULTIPLIER, gradient=Gradient.INPUT_RANGE)
 
 
@@ -112,27 +112,27 @@ def block_specification(fmt: Format, block_sizes: dict[int | str, object]) -> Qu
 
 
 def block_axes(block_sizes: dict[int | str, object]) -> dict[int, int]:
-    """The part of `block_sizes` that says how large a block is along which axis."""
+    """The block size along each axis, from a descriptor's `block_sizes` without its other keys."""
     return {axis: size for axis, size in block_sizes.items() if isinstance(axis, int) and isinstance(size, int)}
 
 
 class OperatorArguments(NamedTuple):
-    """What an amax becomes: a specification and parameters, and which groups become 0."""
+    """The arguments of the operator for an amax: specification, parameters, and groups that become 0."""
 
     spec: QuantSpec
     params: QParams
     zero: Tensor | None
-    """Which groups become 0, [groups, axes kept]: integers under an amax of at most `SMALLEST_AMAX`, floats whose scale
-    is infinite. Their scale is 1. None if there are none."""
+    """Whether each group becomes 0, [groups, axes kept]: integers with an amax of at most `SMALLEST_AMAX`, floats with
+    an infinite scale. The scale of such groups is 1. None if there are none."""
 
 
 def read_amax(amax: Tensor | float | None, x: Tensor, fmt: Format) -> OperatorArguments:
-    """Parameters for x of a range -amax to amax; of None, those with which a code is its own value.
+    """The operator's arguments for x with the range -amax to amax; for None, each value is its code.
 
     Args:
-        amax: broadcasts with x; the axes along which it has several values are those that have their own scales.
-        x: any floating tensor, of the shape that both broadcast to.
-        fmt: what amax is mapped to the bound of.
+        amax: broadcasts with x; it has separate scales along the axes along which it has several values.
+        x: any floating tensor, in the shape to which both broadcast.
+        fmt: the format, whose bound is the code of amax.
 
     Raises:
         ValueError: a negative amax.
@@ -175,13 +175,13 @@ def codes_per_unit(amax: Tensor, fmt: Format) -> Tensor:
 
 
 def as_tensor(values: Tensor | float, x: Tensor) -> Tensor:
-    """Given values, without a gradient, in float32 or float64 on the device of x."""
+    """Values as a tensor without a gradient, in float32 or float64 on the device of x."""
     values = torch.as_tensor(values, device=x.device).detach()
     return values if values.dtype == torch.float64 else values.float()
 
 
 def granularity_of(given: torch.Size, shape: torch.Size) -> tuple[Granularity, tuple[int, ...]]:
-    """The granularity of parameters [given] for a tensor [shape], and their shape with all axes kept."""
+    """The granularity of parameters of shape `given` for a tensor of shape `shape`, and `given` with all axes kept."""
     if given.numel() == 1:
         return PerTensor(), (1,) * len(shape)
     full = (1,) * (len(shape) - len(given)) + tuple(given)
@@ -230,16 +230,16 @@ class ScaledQuantDescriptor:
 
     Args:
         num_bits: bits of an integer code, or (exponent bits, mantissa bits) of a float such as (4, 3).
-        name: what it is called when printed.
+        name: the name when printed.
         fake_quant: whether a quantizer returns values; else codes.
         axis: the axis or axes that keep one amax per index; None for one amax in all.
         block_sizes: {axis: size} for one amax per block; may also hold "type" ("static" or "dynamic"), "scale_bits"
             (the format of the scales, as num_bits) and "scale_block_sizes" ({axis: size} over the scales).
         amax: the largest magnitude, if it is known: a float, or a list or array of them.
         learn_amax: whether training moves amax, which then begins at `amax`.
-        scale_amax: what amax is multiplied with whenever it is used.
+        scale_amax: multiplies amax at every use.
         calib_method: "max" or "histogram".
-        unsigned: codes from 0 instead of on both sides of it.
+        unsigned: whether codes begin at 0.
         narrow_range: leave the lowest signed code out.
         dynamic: whether the range is taken from every tensor anew; true also for blocks of type "dynamic".
 
@@ -321,7 +321,7 @@ class ScaledQuantDescriptor:
 
     @staticmethod
     def get_block_quant_axes_and_sizes(block_sizes: dict[int | str, Any] | None) -> dict[int, int] | None:
-        """The part of block_sizes that says how large a block is along which axis; None of None.
+        """The block size along each axis, from `block_sizes` without its other keys; None for None.
 
         >>> QuantDescriptor.get_block_quant_axes_and_sizes({-1: 16, "type": "dynamic", "scale_bits": (4, 3)})
         {-1: 16}
@@ -350,7 +350,7 @@ class ScaledQuantDescriptor:
     __hash__ = None  # pyright: ignore[reportAssignmentType] # equal by value
 
     def dict(self) -> dict[str, Any]:
-        """num_bits, name and all that is not the default, as plain values; the constructor takes it back."""
+        """num_bits, name and all fields with other than default values, as arguments of the constructor."""
         values = {"num_bits": self._num_bits, "name": self._name}
         for key, default in _DEFAULTS.items():
             value = getattr(self, f"_{key}")
@@ -379,17 +379,17 @@ class ScaledQuantDescriptor:
 
     @classmethod
     def from_yaml(cls, yaml_str: str) -> ScaledQuantDescriptor:
-        """The descriptor that `to_yaml`, of this package or of the original, wrote.
+        """The descriptor from the YAML that `to_yaml`, of this package or of the original, wrote.
 
         Raises:
             ModuleNotFoundError: PyYAML is not installed.
             yaml.YAMLError: the text is not YAML.
-            TypeError: it is no mapping, or one of other keys than the constructor's.
+            TypeError: the text is not a mapping, or has unknown keys.
         """
         yaml = _yaml()
 
         class Loader(yaml.SafeLoader):
-            """Reads what the original writes for num_bits=(4, 3), which a safe loader refuses."""
+            """A YAML loader that also reads the tuples that the original writes for num_bits=(4, 3)."""
 
         Loader.add_constructor("tag:yaml.org,2002:python/tuple", Loader.construct_sequence)
         values = yaml.load(yaml_str, Loader)
@@ -463,7 +463,7 @@ _LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 def _in_other_orders(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """The function, which then also takes a bias after amax and an output_dtype after num_bits by position."""
+    """Wrap a function so that it also takes `bias` after amax and `output_dtype` after num_bits by position."""
 
     @wraps(function)
     def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
@@ -488,16 +488,16 @@ def fake_tensor_quant(
     bias: Tensor | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Inputs rounded to the values that integers of `num_bits` bits have when amax is the largest of them.
+    """Inputs rounded to the values of integers with `num_bits` bits, of which amax is the largest.
 
     Args:
         inputs: any shape.
         amax: the largest magnitude; broadcasts with inputs. Where it is at most 2**-24 the output is 0.
         num_bits: bits of a code.
         unsigned: codes from 0 instead of on both sides of it.
-        narrow_range: leave the lowest signed code out, so that there are as many negative as positive ones.
-        bias: taken from the inputs before and added after; broadcasts with inputs.
-        output_dtype: of the result; by default that of inputs.
+        narrow_range: exclude the lowest signed code, so that there are as many negative as positive codes.
+        bias: subtracted from the inputs before, and added after; broadcasts with inputs.
+        output_dtype: the dtype of the result; by default that of inputs.
 
     Raises:
         TypeError: unsigned, and inputs hold negative values; inputs are no floating tensor; or amax is None.
@@ -528,10 +528,10 @@ def tensor_quant(
     bias: Tensor | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The codes of inputs as numbers of their dtype, and the scale: codes per unit of inputs, in the shape of amax.
+    """The codes of inputs as numbers in their dtype, and the scale in codes per unit, in the shape of amax.
 
-    Arguments and errors are those of `fake_tensor_quant`. The gradient of a code goes to its input as it is. Where
-    amax is at most 2**-24 codes are 0 and the scale is 1.
+    Arguments and errors are those of `fake_tensor_quant`. The gradient of a code goes to its input unchanged. Where
+    amax is at most 2**-24, codes are 0 and the scale is 1.
 
     Raises:
         ValueError: a scale that float16 inputs cannot be multiplied with.
@@ -558,7 +558,7 @@ def tensor_quant(
 def fake_affine_tensor_quant(
     inputs: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
 ) -> Tensor:
-    """Inputs rounded to 2**num_bits values from about min_range to max_range; if 0.0 lies between, it is one of them.
+    """Inputs rounded to 2**num_bits values from about min_range to max_range, with 0.0 among them if in between.
 
     A gradient goes where min_range <= inputs <= max_range; the ranges get none.
 
@@ -587,14 +587,14 @@ def scaled_e4m3(
     *,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Inputs rounded to the values of an 8-bit float with 4 exponent bits, whose largest is amax.
+    """Inputs rounded to the values of an 8-bit float with 4 exponent bits, of which amax is the largest.
 
     Args:
         inputs: any shape; what is below 2**-24 becomes 0.
-        amax: the largest magnitude; broadcasts with inputs. None: that of the format, 448.
+        amax: the largest magnitude; broadcasts with inputs. None: 448, the format's bound.
         E: exponent bits: 4.
         M: mantissa bits: 3.
-        bias: taken from the inputs before and added after; broadcasts with inputs.
+        bias: subtracted from the inputs before, and added after; broadcasts with inputs.
 
     Raises:
         TypeError: other numbers of bits; a `QuantDescriptor` takes them.
@@ -616,7 +616,7 @@ def scaled_e4m3(
 
 
 def scaled_e4m3_abstract(input: Tensor, amax: Tensor | None = None) -> Tensor:
-    """Return an uninitialised tensor like the result of `scaled_e4m3`.
+    """An uninitialised tensor with the shape and dtype of the result of `scaled_e4m3`.
 
     >>> scaled_e4m3_abstract(torch.zeros(2, 3, device="meta")).shape
     torch.Size([2, 3])
@@ -625,39 +625,39 @@ def scaled_e4m3_abstract(input: Tensor, amax: Tensor | None = None) -> Tensor:
 
 
 class TensorQuantFunction:
-    """`tensor_quant` under the name that has `apply`."""
+    """`tensor_quant` as the method `apply` of a class."""
 
     apply = staticmethod(tensor_quant)
 
 
 class FakeTensorQuantFunction:
-    """`fake_tensor_quant` under the name that has `apply`."""
+    """`fake_tensor_quant` as the method `apply` of a class."""
 
     apply = staticmethod(fake_tensor_quant)
 
 
 class LegacyFakeTensorQuantFunction:
-    """`legacy_fake_tensor_quant` under the name that has `apply`."""
+    """`legacy_fake_tensor_quant` as the method `apply` of a class."""
 
     apply = staticmethod(legacy_fake_tensor_quant)
 
 
 class FakeAffineTensorQuantFunction:
-    """`fake_affine_tensor_quant` under the name that has `apply`."""
+    """`fake_affine_tensor_quant` as the method `apply` of a class."""
 
     apply = staticmethod(fake_affine_tensor_quant)
 
 
 class ScaledE4M3Function:
-    """`scaled_e4m3` under the name that has `apply`."""
+    """`scaled_e4m3` as the method `apply` of a class."""
 
     apply = staticmethod(scaled_e4m3)
 
 
 def fake_quantize(inputs: Tensor, amax: Tensor | float | None, fmt: Format) -> Tensor:
-    """Inputs rounded to the values of any format whose bound is mapped to amax, which broadcasts with them.
+    """Inputs rounded to the values of any format, with amax as the format's bound; amax broadcasts with inputs.
 
-    Without an amax the values are those of the format itself.
+    Without an amax the scale is 1.
 
     Raises:
         ValueError: a negative amax.
@@ -680,7 +680,7 @@ def _integers(x: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> I
 
 
 def _broadcast(x: Tensor, amax: Tensor | float | None) -> Tensor:
-    """Return x in the shape that it and amax broadcast to; an amax of one number never adds axes."""
+    """x expanded to the shape that it and amax broadcast to; an amax of one number adds no axes."""
     if not isinstance(amax, Tensor) or amax.numel() == 1:
         return x
     shape = torch.broadcast_shapes(x.shape, amax.shape)
@@ -688,11 +688,11 @@ def _broadcast(x: Tensor, amax: Tensor | float | None) -> Tensor:
 
 
 def _zero_where(zero: Tensor, y: Tensor) -> Tensor:
-    """Return y with its gradient, with zeros of the same sign where `zero` is set."""
+    """y with its gradient, and with zeros of the same sign where `zero` is set."""
     return torch.where(zero, _with_gradient(y.detach() * 0.0, y), y)
 
 
 def _with_gradient(values: Tensor, y: Tensor) -> Tensor:
-    """Return values with the gradient of y, which must be finite where the result is used."""
+    """The values with the gradient of y, which must be finite where the result is used."""
     # Subtracting +0.0 changes no value, not even -0.0.
     return values - (y.detach() - y)

@@ -26,11 +26,11 @@ def reset_logger_handler() -> None:
 
 @torch.no_grad()
 def reduce_amax(input: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = True) -> Tensor:
-    """The largest magnitude of a tensor along some axes; NaN where there is one.
+    """The largest magnitude of a tensor along some axes; NaN if a value is NaN.
 
     Args:
         input: any shape.
-        axis: what to reduce: one axis, several, or all (None, which gives a 0-d tensor).
+        axis: the axis or axes to reduce; None reduces all, to a 0-d tensor.
         keepdims: keep reduced axes with one element. Several axes that leave one element give a 0-d tensor.
 
     Returns:
@@ -38,7 +38,7 @@ def reduce_amax(input: Tensor, axis: int | Sequence[int] | None = None, keepdims
 
     Raises:
         ValueError: a tuple of more axes than the tensor has.
-        IndexError: an axis that it does not have.
+        IndexError: an axis that the tensor does not have.
         CalibrationError: nothing to reduce; it is also a RuntimeError.
 
     >>> x = torch.tensor([[1.0, -2.0], [3.0, 0.5]])
