@@ -1,7 +1,6 @@
 """Calibration: from a stream of tensors to the range to quantize.
 
-An `Observer` collects, a `Calibrator` is an observer that answers with a range. A method is a class that registers
-itself.
+An `Observer` collects, a `Calibrator` is an observer that computes a range. A method is a class that registers itself.
 """
 
 from fakequant.calibration.calibrator import (

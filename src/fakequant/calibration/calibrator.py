@@ -23,7 +23,7 @@ from fakequant.numerics.spec import QuantSpec, as_spec
 class Observer(ABC):
     """Collects what a method needs to know about a stream of tensors, in bounded memory.
 
-    A subclass says in `update` what it collects. One that answers with a range is a `Calibrator`.
+    A subclass says in `update` what it collects. An observer that computes a range is a `Calibrator`.
     """
 
     mergeable: ClassVar[bool] = True
@@ -38,7 +38,7 @@ class Observer(ABC):
         return f"{type(self).__name__}({getattr(self, 'spec', '')})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the lock, which cannot be copied."""
+        """The attributes without the lock, which cannot be copied."""
         return {name: value for name, value in vars(self).items() if name != "_observing"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class Observer(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """All that was seen, as tensors that can travel between ranks; empty if nothing was."""
+        """All that was seen, as tensors that can travel between ranks; empty if nothing was seen."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -155,7 +155,7 @@ class Histogram(NamedTuple):
 
 
 def power_of_two_or_zero(exponent: Tensor) -> Tensor:
-    """2.0**exponent in float64, exactly; 0.0 if that is no normal number."""
+    """2.0**exponent in float64, exactly; 0.0 where the power is no normal number."""
     normal = (exponent >= -1022) & (exponent <= 1023)
     return torch.where(normal, power_of_two(torch.where(normal, exponent, 0).to(torch.int64)), 0.0)
 
@@ -165,9 +165,9 @@ _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of t
 
 @contextmanager
 def outside_of_transforms(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """A context in which no transform of torch.func runs, with plain tensors that hold the values of the given ones.
+    """A context in which no transform of torch.func runs, with plain tensors that have the values of `tensors`.
 
-    Those of all members of a `vmap` are one tensor [members, *shape]; others keep their shape.
+    The values of all members of a `vmap` are one tensor [members, *shape]; other tensors keep their shape.
 
     >>> def see(row):
     ...     with outside_of_transforms(row) as (x,):
@@ -203,7 +203,7 @@ NOTHING_OBSERVED = (
 
 
 class Calibrator(Observer):
-    """An observer that answers with the range to quantize.
+    """An observer that computes the range to quantize.
 
     Args:
         spec: how the tensor will be quantized; its granularity says which elements share a range.
@@ -226,7 +226,7 @@ class Calibrator(Observer):
                 super().observe(one)
 
     def _joined(self, members: Tensor) -> list[Tensor]:
-        """Members [number, *shape] joined along an axis that has one group; one each if there is none."""
+        """Members [number, *shape] joined along an axis that has one group; a list of them if there is no such axis."""
         shape, groups = members.shape[1:], self.spec.granularity.group_shape
         for axis in range(len(shape)):
             joined = members.movedim(0, axis).flatten(axis, axis + 1)
@@ -235,7 +235,7 @@ class Calibrator(Observer):
         return [*members]
 
     def load_from(self, other: Calibrator) -> None:
-        """Copy what a calibrator of any method has seen; the bits are those of having seen it here.
+        """Take over what a calibrator of any method has seen, with the same bits as if this calibrator had seen it.
 
         Raises a ConfigError if the other has another specification or resolution, or collects too little.
         """
@@ -306,7 +306,7 @@ def calibrators() -> list[str]:
 
 
 DEFAULT_METHOD = "mse"
-"""The method for inputs where none is named: on average the smallest error of the output of trained models, in
+"""The default method for inputs: on average the smallest error of the output of trained models, in
 `python -m benchmarks.accuracy.methods`."""
 
 ALIASES = {"absmax": "max", "ema": "moving_average", "hist": "mse", "kl": "entropy", "minmax": "max"}
@@ -328,7 +328,7 @@ def find_method(method: str) -> str:
 
 
 def make_calibrator(method: str, spec: QuantSpec | str, **options: Any) -> Calibrator:
-    """A fresh calibrator of a registered method.
+    """A new calibrator of a registered method.
 
     Args:
         method: one of `calibrators()`, or another library's name for it: "minmax", "absmax", "kl" or "ema".
@@ -349,7 +349,7 @@ def make_calibrator(method: str, spec: QuantSpec | str, **options: Any) -> Calib
 
 
 def check_mergeable(calibrator: Calibrator, purpose: str) -> None:
-    """Raise a ConfigError, which names the methods that do, unless a calibrator merges.
+    """Raise a ConfigError, which names the methods that merge, unless a calibrator merges.
 
     `purpose` is a sentence: "several processes calibrate together".
     """

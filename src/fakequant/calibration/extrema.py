@@ -80,7 +80,7 @@ def by_group(x: Tensor, view: GroupView, groups: int) -> Tensor:
 
 
 def match_groups(seen: Range, new: Range) -> Range:
-    """A new range in the shape of the one seen before; a ShapeError if they have different groups."""
+    """A new range in the shape of the range seen before; a ShapeError if they have different groups."""
     if seen.lo.numel() == 1 == new.lo.numel():
         # One group whatever the rank: a layer may see [n, features] and [n, tokens, features].
         new = Range(new.lo.reshape(seen.lo.shape), new.hi.reshape(seen.hi.shape))
@@ -100,9 +100,9 @@ _STATE = ("average_lo", "average_hi")
 class MovingAverageCalibrator(Calibrator):
     """The moving average of the lowest and of the highest value of every batch.
 
-    The first batch gives its own range. Every later batch moves both ends by `averaging_constant` times their distance
-    from its own. A rare outlier therefore counts little, and the result depends on the order of the batches: such
-    calibrators do not merge. The range is the average, extended to contain 0.0.
+    The first batch gives its range. Every later batch moves both ends by `averaging_constant` times their distance from
+    the ends of the batch. A rare outlier therefore counts little, and the result depends on the order of the batches:
+    such calibrators do not merge. The range is the average, extended to contain 0.0.
 
     Args:
         spec: how the tensor will be quantized.
@@ -181,7 +181,7 @@ class MovingAverageCalibrator(Calibrator):
 
 
 def join_ranges(seen: Range | None, new: Range) -> Range:
-    """The range that covers two, on the device of the first; a ShapeError if they have different groups."""
+    """The range that covers both ranges, on the device of the first; a ShapeError if they have different groups."""
     if seen is None:
         return new
     lo, hi = (values.to(seen.lo.device) for values in match_groups(seen, new))
@@ -192,8 +192,8 @@ class ExtremaCalibrator(Calibrator):
     """A calibrator that keeps the exact range seen; a subclass may keep more of a batch."""
 
     keeps_range_and_counts: ClassVar[bool] = False
-    """Whether the state is the range and `_known_counts` alone. One kernel then updates it for most batches, and
-    `_count` gets the others."""
+    """Whether the state is the range and `_known_counts` alone. A single kernel then updates the state for most
+    batches, and `_count` gets the other batches."""
 
     def __init__(self, spec: QuantSpec | str) -> None:
         super().__init__(spec)
@@ -215,7 +215,7 @@ class ExtremaCalibrator(Calibrator):
         self._seen = seen
 
     def _updated_in_place(self, x: Tensor) -> bool:
-        """Whether one call of a kernel has updated the state; it does so if the batch needs no wider bins.
+        """Update the state by one call of a kernel, if the batch needs no wider bins; returns whether it did.
 
         Most batches need none. With cold caches, every line here costs more than a thousand values.
         """
@@ -269,7 +269,7 @@ class ExtremaCalibrator(Calibrator):
 
     @property
     def seen(self) -> Range:
-        """Lowest and highest value seen [groups, axes kept], extended to contain 0.0; else a CalibrationError."""
+        """Lowest and highest value seen [groups, axes kept], extended to 0.0; a CalibrationError before any value."""
         if self._seen is None:
             raise CalibrationError(NOTHING_OBSERVED)
         return self._seen
@@ -295,14 +295,14 @@ class ExtremaCalibrator(Calibrator):
         return None
 
     def _count(self, batch: Batch) -> None:
-        """Keep more of a batch than its range."""
+        """Update the rest of the state, beside the range, with a batch; by default there is none."""
 
     def _absorb(self, other: Any) -> None:
-        """Keep more of a calibrator of the same class than its range."""
+        """Merge the rest of the state of a calibrator of the same class, beside the range; by default there is none."""
 
 
 def read_range(state: dict[str, Tensor]) -> Range:
-    """A copy of the range in a state; a CalibrationError if it is none."""
+    """A copy of the range in a state; a CalibrationError if the state holds no valid range."""
     lo, hi = state["lo"], state["hi"]
     if lo.shape != hi.shape or not bool(((lo <= 0) & lo.isfinite() & (hi >= 0) & hi.isfinite()).all()):
         raise CalibrationError(

@@ -51,9 +51,9 @@ def cheapest(cost: Callable[[Tensor], Tensor], first: int | Tensor, last: Tensor
 
     Args:
         cost: from candidates, int64 [groups, n], to their costs [groups, n].
-        first: the smallest candidate, one for all groups or int64 [groups]; where last is smaller still, that.
+        first: the smallest candidate, a number or int64 [groups]; in groups where `last` is smaller, it is `last`.
         last: the largest candidate, int64 [groups].
-        bins: no group's last is larger.
+        bins: an upper bound of `last`.
         coarse: how many candidates to try at first.
 
     Returns:
@@ -144,7 +144,7 @@ class HistogramCalibrator(ExtremaCalibrator):
 
     @abstractmethod
     def find_clip(self, histogram: Histogram) -> Tensor:
-        """The number of bins of the magnitude to keep, int64 [groups], for a histogram on the CPU."""
+        """The number of bins, from 0.0 on, that are not clipped, int64 [groups], for a histogram on the CPU."""
 
     def search_bytes(self, bins: int) -> int:
         """The memory that `find_clip` needs for one group, in bytes."""
@@ -246,7 +246,7 @@ class HistogramCalibrator(ExtremaCalibrator):
         self._counts = self._counts + join_bins(other._counts.to(self._counts.device), shift)
 
     def _grow(self, exponent: Tensor, bins: int) -> None:
-        """Widen the bins to at least these exponents; the first time, make them."""
+        """Widen the bins to at least these exponents; the first call makes the bins."""
         if not self.observed:
             self._counts = torch.zeros(exponent.numel(), 2, bins, dtype=torch.int64, device=exponent.device)
             self._exponent = torch.full_like(exponent, _NO_EXPONENT)
@@ -300,7 +300,7 @@ class MseCalibrator(HistogramCalibrator):
 
 
 class _SquaredError:
-    """Sums of squared errors of thresholds, in units of bins: scaling by a power of two changes no rounding."""
+    """Computes squared errors of thresholds, with values in units of bins: a power of two changes no rounding."""
 
     def __init__(self, calibrator: HistogramCalibrator, histogram: Histogram) -> None:
         self.ignores_negative = calibrator.ignores_negative
@@ -452,7 +452,7 @@ def _span(spec: QuantSpec) -> float:
 
 
 class _Divergence:
-    """KL(P || Q) of thresholds, from cumulative sums: a cell costs one difference, however many bins it has.
+    """Computes KL(P || Q) of thresholds from cumulative sums: a cell costs one difference, however many bins it has.
 
     With counts c, clipped counts O, cells of S counts in n bins that are not empty, N counts in all and C unclipped:
     KL = (sum P log P - sum P log Q) / N - log N + log C, where P is c (and c + O in the last bin) and Q is S / n.

@@ -1,9 +1,9 @@
-"""Scales and offsets of a tensor by its squared error, where they are stored in formats of their own.
+"""A search for scales and offsets that are stored in small formats, by the squared error of the tensor.
 
 Each group first gets the scale and offset that fit its values best, by least squares from several starts, as in
-`make_qkx3_quants` of llama.cpp. Then they are rounded to their formats: the shared scales are tried, the codes of
-scales and offsets are chosen by the error that the rounded ones leave, and both are fitted again. Every step keeps what
-lowers the error.
+`make_qkx3_quants` of llama.cpp. Then both are rounded to their formats: several shared scales are tried, the codes of
+scales and offsets are chosen by the error after rounding, and both are fitted again. A step is kept only if it lowers
+the error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROUNDS = 2
 
 
 def searches(spec: QuantSpec) -> bool:
-    """Whether `search_params` finds other parameters than those of the largest values.
+    """Whether `search_params` serves a specification: with offsets, or symmetric with scales in a format.
 
     >>> searches(QuantSpec.parse("int8 per_block(-1:32) scale=float16")), searches(QuantSpec("int8"))
     (True, False)
@@ -40,7 +40,7 @@ def searches(spec: QuantSpec) -> bool:
 
 
 def search_params(x: Tensor, spec: QuantSpec, moments: Tensor | None = None) -> QParams:
-    """The parameters with which quantizing a tensor has a small squared error, never more than with those of its range.
+    """Scales and offsets that give a small squared error of a tensor, never a larger one than those of its range.
 
     Args:
         x: [rows, ...]; what is not finite counts as 0.
@@ -62,7 +62,7 @@ def search_params(x: Tensor, spec: QuantSpec, moments: Tensor | None = None) -> 
 
 
 def joined(parts: Sequence[QParams]) -> QParams:
-    """The parameters of rows from those of its parts."""
+    """The parameters of a tensor from those of its parts along the first axis."""
     scale = torch.cat([part.scale for part in parts])
     offsets = [part.zero_point for part in parts if part.zero_point is not None]
     return QParams(scale, torch.cat(offsets) if offsets else None)
@@ -107,7 +107,7 @@ class _Store:
         return self.blocks is not None
 
     def over(self, values: Tensor) -> Tensor:
-        """The sums of groups that share a scale, for each of them."""
+        """For each group, the sum over all groups that share its scale."""
         return values if self.blocks is None else _sums(values, self.blocks)
 
     def starts(self, values: Tensor) -> list[Tensor]:
@@ -133,7 +133,7 @@ def _sums(values: Tensor, blocks: tuple[int, ...]) -> Tensor:
 
 
 class _CodeSums(NamedTuple):
-    """Over the values x and codes q of every group, with H the moments."""
+    """The sums q'Hq, q'H1 and q'Hx over the values x and codes q of every group, with H the moments."""
 
     qq: Tensor
     q1: Tensor
@@ -167,7 +167,7 @@ class _Point(NamedTuple):
 
 
 class _Search:
-    """The groups of a tensor [*groups, elements]."""
+    """The search for a tensor, whose values `x` are [*groups, elements]."""
 
     def __init__(self, x: Tensor, spec: QuantSpec, moments: Tensor | None) -> None:
         self._given, self._spec, self._blocks = x, spec, spec.granularity.block_shape(x.shape)
@@ -229,7 +229,7 @@ class _Search:
         return _CodeSums((codes * weighed).sum(-1), (codes * self._one).sum(-1), (codes * self._x).sum(-1))
 
     def true_error(self, params: QParams) -> Tensor:
-        """The squared error of what the operator gives, summed over groups that share scales, even by way of others."""
+        """The squared error of fake quantization, summed over groups that share scales, directly or through others."""
         spec = self._spec.replace(rounding=Rounding.NEAREST_EVEN)
         # In float64, where squares of float32 neither overflow nor vanish.
         error = self._by_group(library.fake_quantize(self._given, params, spec)).double() - self.x.double()
@@ -271,7 +271,7 @@ class _Search:
         return QParams(point.scale, None if self.offset is None else point.offset)
 
     def _free(self) -> tuple[Tensor, Tensor]:
-        """Scales and offsets of groups in float."""
+        """The best scales and offsets of groups in float, before they are rounded to their formats."""
         fmt = self._spec.format
         low, high = self.x.amin(-1).clamp(max=0.0), self.x.amax(-1)
         if self.offset is not None:
@@ -319,7 +319,7 @@ class _Search:
         return _Point(d, sc, dm, mc, self._error(self._codes(s, m), s, m))
 
     def _on_lattice(self, s: Tensor, m: Tensor) -> _Point:
-        """The shared scales that leave the least error, first of scales with offsets in float, then of offsets."""
+        """The point with the best shared scales: first those of scales, with offsets in float, then of offsets."""
         one, best = torch.ones_like(s), None
         for d in self.scale.starts(s):
             sc = self.scale.codes(s, d)
@@ -339,7 +339,7 @@ _Candidate = TypeVar("_Candidate", _Fit, _Point)
 
 
 def _less(best: _Candidate | None, new: _Candidate, store: _Store | None = None) -> _Candidate:
-    """The better of two, group by group, or by all groups that share a scale."""
+    """The better of two candidates in each group, or in all groups together that share a scale of `store`."""
     if best is None:
         return new
     errors = [own.error if store is None else store.over(own.error) for own in (new, best)]

@@ -1,4 +1,4 @@
-"""Run a model so that the next run finds everything as this one did: its values, the batch, and random numbers."""
+"""Run a model so that the next run starts from the same values of the model, the same batch, and random numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _KEPT: ContextVar[frozenset[int]] = ContextVar("kept", default=frozenset())
 
 
 class Changes(NamedTuple):
-    """What runs of a model write.
+    """The tensors, arrays and containers that runs of a model write.
 
     Attributes:
         things: tensors, arrays and containers by name, each with the keys that are written if it is a dict.
@@ -55,18 +55,18 @@ class Changes(NamedTuple):
 
     @property
     def values(self) -> dict[str, Any]:
-        """What is there now, by name: a tensor, an attribute, an item of a dict, or a list."""
+        """The present values, by name: a tensor, an attribute, an item of a dict, or a list."""
         found = {}
         for path, one, keys in self.things:
             found |= {path: one} if keys is None else {_joined(path, key) or "the model": one.get(key) for key in keys}
         return found
 
     def of_model(self) -> Changes:
-        """Without what belongs to a batch."""
+        """The changes of the model, without those of a batch."""
         return Changes(tuple(own for own in self.things if own[0].partition(".")[0] != _GIVEN))
 
     def capture(self) -> Restore:
-        """A function that gives all of it the value that it has now."""
+        """A function that restores the present values of all of these."""
         with _plainly():
             found = [(one, keys, _captured(one, keys)) for _, one, keys in self.things]
 
@@ -81,15 +81,15 @@ class Changes(NamedTuple):
 class Values:
     """The values of all tensors, arrays and containers that can be reached from some objects, to be restored.
 
-    Modules, dicts, lists, sets, tuples and plain objects are looked into. A `Quantizer` is not: what it keeps of a run
-    is what the run is for.
+    Modules, dicts, lists, sets, tuples and plain objects are looked into. A `Quantizer` is not, so that it keeps what a
+    run is made for.
 
     Args:
         roots: the objects by name.
         tensors: whether values of tensors, arrays and generators are kept; else only attributes and items.
 
     Attributes:
-        changed: what `restore` found to be written.
+        changed: the changes that `restore` found.
 
     >>> batch, layer = {"x": torch.zeros(2), "cache": []}, nn.BatchNorm1d(2)
     >>> values = Values({"batch": batch, "": layer})
@@ -114,7 +114,7 @@ class Values:
                     stack += self._add(path, one)
 
     def _add(self, path: str, one: Any) -> Iterable[tuple[str, Any]]:
-        """Keep what one object holds; the objects in it by name."""
+        """Keep the value of one object, and return the objects in it, with their names."""
         if isinstance(one, tuple):
             return [(path, item) for item in one]
         held = one if isinstance(one, _VALUES) else _contents_of(one)
@@ -132,7 +132,7 @@ class Values:
         return [(path, item) for item in held]
 
     def changes(self) -> Changes:
-        """What has another value now."""
+        """The tensors, arrays and containers whose values differ from the kept ones."""
         with _plainly():
             flags = [(own, _is_same(*own[1:])) for own in self._held]
             read = iter(read_flags([flag for _, flag in flags if isinstance(flag, Tensor)]))
@@ -141,7 +141,7 @@ class Values:
         return Changes(tuple((path, one, own) for (path, one, _), own in zip(found, keys, strict=True)))
 
     def restore(self) -> None:
-        """Give everything its value back; may run twice."""
+        """Restore all kept values; may be called again."""
         now = self.changes()
         self.changed = self.changed if self.changed.things else now
         places = {id(one) for _, one, _ in now.things}
@@ -173,7 +173,7 @@ def _joined(path: str, key: Any) -> str:
 
 
 def _contents_of(one: Any) -> Any:
-    """The container in which an object keeps what can be changed; None where there is none that is looked into."""
+    """The dict, list, set or deque with the state of an object; None for objects that are not looked into."""
     if isinstance(one, (dict, list, set, deque)):
         return one
     if isinstance(one, (Quantizer, torch.jit.ScriptModule)) or (
@@ -205,7 +205,7 @@ def _captured(one: Any, keys: tuple[Any, ...] | None) -> Any:
 
 
 def _is_same(one: Any, value: Any) -> bool | Tensor:
-    """Whether a value is the one that `_captured` gave, as a bool or as a flag for `read_flags`."""
+    """Whether an object still has the value from `_captured`, as a bool or as a tensor for `read_flags`."""
     if isinstance(one, nn.Module):
         return type(one) is value
     if isinstance(one, torch.Generator):
@@ -257,12 +257,12 @@ def memory_of(x: Tensor) -> int | None:
 
 
 def _local(x: Tensor) -> Tensor:
-    """The part of a DTensor that this process has; another tensor is itself."""
+    """The part of a DTensor that this process has; any other tensor as it is."""
     return getattr(x, "_local_tensor", x)
 
 
 def _put(one: Any, keys: tuple[Any, ...] | None, value: Any) -> None:
-    """Give something the value that `_captured` gave."""
+    """Give an object the value from `_captured`."""
     if isinstance(one, nn.Module):
         one.__class__ = value
     elif isinstance(one, torch.Generator):
@@ -288,7 +288,7 @@ def _put(one: Any, keys: tuple[Any, ...] | None, value: Any) -> None:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """A context in which nothing watches what is computed here."""
+    """A context without dispatch modes, `__torch_function__` and gradients: nothing watches what is computed in it."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
@@ -321,16 +321,16 @@ def random_state() -> Restore:
 
 
 def state_before(model: nn.Module) -> Restore:
-    """A function that gives a model all values back that it has now; may be called several times."""
+    """A function that restores all present values of a model; may be called several times."""
     return Values({"": model}).restore
 
 
 @contextmanager
 def unchanged(model: nn.Module, given: Any = None, *, is_pure: bool = False) -> Iterator[Values]:
-    """A context for a run of a model, after which the model, what it was given, and random numbers are as before.
+    """A context for a run of a model, which restores the model, the arguments of the run, and random numbers.
 
-    Inside of another such context of the same model, only what it was given is restored: so a model may go on from
-    batch to batch, and is as before in the end.
+    Inside of another such context of the same model, only the arguments are restored: so a model may go on from batch
+    to batch, and is as before in the end.
 
     Args:
         model: its parameters, buffers, attributes and containers.
@@ -352,12 +352,12 @@ def unchanged(model: nn.Module, given: Any = None, *, is_pure: bool = False) -> 
 
 
 def _kept(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which other contexts leave a model as it is after a run."""
+    """A context in which inner contexts do not restore a model after a run."""
     return set_to(_KEPT, _KEPT.get() | {id(model)})
 
 
 class Runs:
-    """What is known of the runs of models with the batches of one call.
+    """Runs models on the batches of one call, and knows what the runs write.
 
     Attributes:
         written: by model, what the first run or the first pass changed, beside the batches.
@@ -386,9 +386,9 @@ class Runs:
             self.written[model] = own
 
     def run(self, model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any], *, alone: bool) -> Any:
-        """What a model gives for a batch; both, and random numbers, are as before.
+        """The outputs of a model for a batch; model, batch and random numbers are restored.
 
-        Unless the model runs `alone`, without other changes meanwhile, its own changes stay.
+        If the model does not run `alone`, because it is changed meanwhile, the changes of the model stay.
         """
         with _copied(batch) if self._copies else nullcontext(batch) as own:
             if not alone:
@@ -398,16 +398,16 @@ class Runs:
                 return values.apart(call(model, own))
 
     def state(self, model: nn.Module) -> Restore:
-        """A function that restores what a model writes, and random numbers, as they are now."""
+        """A function that restores the present values that runs of a model write, and random numbers."""
         return in_order(random_state(), self.written.get(model, Changes()).capture())
 
 
 _ORIGINALS: dict[int, Any] = {}
-"""The batches of copies, by the identity of the copy, while a model runs with it."""
+"""The original of each copied batch, by the id of the copy, while a model runs with the copy."""
 
 
 def original(batch: Any) -> Any:
-    """The batch of a copy that a model runs with; another batch is itself."""
+    """The original of a batch that was copied for a run; any other batch as it is."""
     return _ORIGINALS.get(id(batch), batch)
 
 
@@ -423,14 +423,14 @@ def _copied(batch: Any) -> Iterator[Any]:
 
 
 class SeveralPasses:
-    """Several passes of a model over the same batches, side by side: each goes on from what its own runs left."""
+    """Several passes of a model over the same batches, side by side: each goes on from the state of its last run."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._left = model, dict[str, Restore]()
         self._is_pure = False
 
     def run(self, name: str, call: Callable[[], Any]) -> Any:
-        """The next run of a pass."""
+        """The result of the next run of the pass with a name."""
         if self._is_pure:
             return call()
         with unchanged(self._model) as values:

@@ -1,4 +1,4 @@
-"""Checks of what the functions on models take first: a model, and a metric."""
+"""Checks of the first arguments of functions on models: a model, and a metric."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NamedMetric:
         return self.function(model)
 
     def shown(self, value: float) -> float:
-        """A value of the metric as the figure that is shown, and the reverse."""
+        """The figure to show for a value of the metric, or the value for a figure that was shown."""
         return -value if self.negated else value
 
 
@@ -53,13 +53,13 @@ def named(metric: Metric) -> NamedMetric:
 
 
 def check_model(model: Any, caller: str, example: str, error: type[FakeQuantError] = ConfigError) -> None:
-    """Raise if a model is none, as where arguments are swapped; names the function, and an example of its call."""
+    """Raise if `model` is no module, as with swapped arguments; names the function, and an example of its call."""
     if not isinstance(model, nn.Module):
         raise error(f"{caller} takes a model, got {shown(model)}; write {example}")
 
 
 def check_float_model(model: Any, caller: str, example: str, action: str) -> None:
-    """Raise if a model is none, has quantizers, or is sharded; arguments as of `check_model` and `refuse_sharded`."""
+    """Raise if `model` is no module, has quantizers or is sharded; arguments as of `check_model`, `refuse_sharded`."""
     check_model(model, caller, example)
     refuse_prepared(model, caller)
     refuse_sharded(model, action)
@@ -96,7 +96,7 @@ def check_metric(metric: Any, caller: str) -> None:
 
 
 def measured(metric: Metric, model: nn.Module) -> float:
-    """What a metric gives for a model, which is as before; a ConfigError if that is no number.
+    """The value of a metric for a model, which stays unchanged; a ConfigError if the metric returns no number.
 
     >>> measured(lambda model: None, nn.Identity())
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Batches: how a model is called with one, which part of it is the input, and the error that names it."""
+"""Batches: how a model is called with a batch, which part of it is the input, and errors that name the batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fakequant.restore import Restore, attributes_of, set_to
 from fakequant.text import listed, module_name
 
 OF_TORCH = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
-"""What torch raises of wrong inputs. Other classes, such as torch.OutOfMemoryError, are left to the caller."""
+"""Errors that torch raises for wrong inputs. Others, such as torch.OutOfMemoryError, are left to the caller."""
 
 
 class BatchError(CalibrationError):
@@ -38,8 +38,8 @@ class BatchError(CalibrationError):
 
     Attributes:
         number: of the batch, from 1.
-        batch: itself.
-        where: in which layer, on what, see `locate`.
+        batch: the batch itself.
+        where: the layer and the shapes of its arguments, see `locate`.
     """
 
     def __init__(self, number: int, batch: Any, where: str, cause: str, do: str = "") -> None:
@@ -63,7 +63,7 @@ def cure(model: nn.Module, given: Any, cause: str) -> str:
 
 
 def elsewhere(model: nn.Module, given: Any, cause: str) -> str:
-    """What to do where an error speaks of devices, and tensors are on another one than the model; else "".
+    """What to do if an error mentions devices and the batch is on another device than the model; else "".
 
     >>> import torch
     >>> elsewhere(nn.Linear(2, 2), torch.ones(2, device="meta"), "two devices")
@@ -80,7 +80,7 @@ def elsewhere(model: nn.Module, given: Any, cause: str) -> str:
 
 @contextmanager
 def device_named(model: nn.Module, given: Any, what: str) -> Iterator[None]:
-    """Say of an error of tensors on two devices where the model is, and where what it was given."""
+    """A context that turns an error of tensors on two devices into one with the devices of model and batch."""
     try:
         yield
     except RuntimeError as error:
@@ -94,9 +94,9 @@ def device_named(model: nn.Module, given: Any, what: str) -> Iterator[None]:
 def failure_named(
     model: nn.Module, named: Callable[[str, str], Exception], kinds: tuple[type[Exception], ...] = OF_TORCH
 ) -> Iterator[None]:
-    """Turn an error of a model's call, of exactly these kinds, into one that names the layer; other errors stay.
+    """A context that turns an error of exactly these kinds in a model's call into one that names the layer.
 
-    `named` makes the error, from where the model failed (see `locate`) and why, in one line.
+    `named` makes the error, from where the model failed (see `locate`) and why, in one line. Other errors stay.
     """
     try:
         yield
@@ -109,7 +109,7 @@ def failure_named(
 
 @contextmanager
 def input_named(layer: str, number: int) -> Iterator[None]:
-    """Name the path of a layer, and the batch by its number from 0, in an error of the layer's input."""
+    """A context that adds the path of a layer, and the number of the batch, to an error of the layer's input."""
     try:
         yield
     except CalibrationError as error:
@@ -168,7 +168,7 @@ _SHOWN = 3  # inputs that a warning names with their shapes
 
 
 class TokenMask:
-    """The tokens of each batch that count.
+    """Selects the tokens of each batch that count.
 
     Args:
         mask: see `Mask`; None: all count.
@@ -194,7 +194,7 @@ class TokenMask:
         """The mask of the present batch; None if all tokens count."""
 
     def mask(self, batch: Any) -> Tensor | None:
-        """The mask of a batch, bool [batch, tokens]; None if all tokens count; else a ConfigError."""
+        """The mask of a batch, bool [batch, tokens]; None if all tokens count. A ConfigError for other masks."""
         if self._key is None:
             return None
         if isinstance(self._key, str):
@@ -251,11 +251,11 @@ class TokenMask:
         return restore
 
     def enter(self, batch: Any) -> None:
-        """Make a batch the present one."""
+        """Note the mask of the batch that the model gets next."""
         self.present = self.mask(batch)
 
     def leave(self) -> None:
-        """Show calibrators what recurrent layers did step by step in the present batch, when all steps are known."""
+        """Show calibrators the unmasked steps of recurrent layers, which are known only when the batch has ended."""
         for observer in self._observers:
             observer.show_steps()
 
@@ -326,7 +326,7 @@ def _has_tokens(layer: nn.Module, x: Tensor, mask: Tensor) -> bool:
 
 
 def _counts_positions(granularity: Granularity, x: Tensor) -> bool:
-    """Whether fixed scales of an input are of single positions, so that none can be left out."""
+    """Whether fixed scales of an input are of single positions, so that no position can be left out."""
     try:
         return any(count != 1 for count in granularity.group_shape(x.shape)[:2])
     except ShapeError:
@@ -348,20 +348,20 @@ class AmbiguousBatchError(ConfigError):
 
 
 class Batches:
-    """What a user passes in: batches, how a model is called with one, and which tokens count.
+    """The batches of a user, how a model is called with a batch, and which tokens count.
 
-    It is iterated as the data is: once, if that is a stream, of which it keeps no batch. `kept` makes a list.
+    They are iterated as the data is: a stream once, without keeping a batch. `kept` keeps all batches in a list.
 
     Args:
         data: what a data loader gives.
-        caller: the function that takes them, for messages.
+        caller: the function that takes the batches, for messages.
         inputs: which part of a batch the model gets, see `select_inputs`; by default see `run_batch`.
         forward: how the user calls the model with a batch, in place of `inputs`.
         mask: which tokens of a batch count.
         progress: whether to show a progress bar, see `track`.
 
     Raises:
-        ConfigError: the data is no batches, or one; `inputs` and `forward` are both given; or a mask of another kind.
+        ConfigError: the data is a single batch or none; `inputs` and `forward` are both there; a mask of another kind.
 
     >>> batches = Batches([(torch.ones(1, 2), "label")], "calibrate", inputs=0)
     >>> [batches.run(nn.Identity(), batch) for batch in batches]
@@ -405,11 +405,11 @@ class Batches:
         return self.runs.one_pass(model)
 
     def run(self, model: nn.Module, batch: Any, *, alone: bool = True) -> Any:
-        """What a model gives for one of the batches; the model and the batch are as before, see `unchanged`.
+        """The outputs of a model for one of the batches; the model and the batch are restored, see `unchanged`.
 
-        Unless it runs `alone`, without other changes meanwhile, the model's own changes stay. Raises a BatchError if
-        the model failed, which names the batch's number and shapes, and the layer. Errors of this package but that of a
-        dtype, and those that arise outside of the model, stay.
+        If the model does not run `alone`, because it is changed meanwhile, its changes stay. Raises a BatchError if the
+        model failed, which names the batch's number and shapes, and the layer. Errors of this package except
+        DTypeError, and errors outside of the model, stay as they are.
         """
         number = self._numbers[id(original(batch))]
         kinds = (*OF_TORCH, DTypeError)  # the quantizers of a model refuse integers before torch does
@@ -432,8 +432,8 @@ class KeptBatches(Batches):
     """Batches that are kept, for several runs in any order.
 
     Args:
-        of: the batches, all or more than these.
-        numbered: these by their number from 0.
+        of: the batches of which these are all or some.
+        numbered: the kept batches by their number from 0.
     """
 
     def __init__(self, of: Batches, numbered: Mapping[int, Any]) -> None:
@@ -450,15 +450,15 @@ class KeptBatches(Batches):
         return len(self.numbered)
 
     def run_first(self, model: nn.Module) -> Any:
-        """What a model gives for the first one; errors as by `run`."""
+        """The outputs of a model for the first batch; errors as by `run`."""
         return self.run(model, next(iter(self)))
 
     def part(self, numbers: Iterable[int]) -> KeptBatches:
-        """Some of the batches."""
+        """The batches with these numbers."""
         return KeptBatches(self, {number: self.numbered[number] for number in numbers})
 
     def distinct(self) -> KeptBatches:
-        """Those that equal no earlier one, numbered anew; batches of objects that cannot be compared all stay.
+        """The batches that equal no earlier batch, numbered anew; all batches if they cannot be compared.
 
         >>> x = torch.ones(2)
         >>> Batches([x, x, x + 1], "calibrate").kept().distinct().numbered
@@ -484,16 +484,16 @@ class KeptBatches(Batches):
 
 
 _HELD, _MEASURED = 8, 4
-"""The most batches that are held back, as more judge no better; and those that judge if all of them make something."""
+"""The most batches that are held back, as more judge no better; and the most that judge where none is held back."""
 
 
 class HeldOut(NamedTuple):
-    """Batches, by those that make something and those that judge it and make nothing.
+    """Batches in two parts: those that make a result, as a calibration does, and those that are held back to judge it.
 
     Attributes:
-        all: of them.
-        made: they make.
-        held: they judge; a single batch is in `made` alone.
+        all: the batches of both parts.
+        made: the batches that make the result.
+        held: the batches that judge it; none of a single batch, which is in `made`.
 
     >>> batches = HeldOut.of(Batches(list("abcde"), "improve").kept(), 4)
     >>> batches.made.numbered, batches.judging.numbered
@@ -506,11 +506,11 @@ class HeldOut(NamedTuple):
 
     @classmethod
     def of(cls, batches: KeptBatches, every: int, judge: Iterable[Any] | None = None) -> HeldOut:
-        """Hold the second of every few batches back, up to eight.
+        """Hold back the second of every `every` batches, up to eight batches.
 
         Args:
             batches: numbered from 0.
-            every: how many these few are.
+            every: one of so many batches is held back.
             judge: other batches that judge, so that none is held back; `[]`: none judges.
         """
         if judge is not None:
@@ -526,7 +526,7 @@ class HeldOut(NamedTuple):
 
     @property
     def judging(self) -> KeptBatches:
-        """Those that judge: a single batch judges what it made."""
+        """The batches that judge: `held`, or `measuring` if no batch is held back."""
         return self.held or self.measuring
 
     def __str__(self) -> str:
@@ -553,7 +553,7 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
     def run(self, model: nn.Module) -> Any:
-        """What a model gives for them; both are as before, see `unchanged`.
+        """The outputs of a model for these arguments; both are restored, see `unchanged`.
 
         Raises a ConfigError, with the shapes and the layer, if the model failed; errors of this package stay.
         """
@@ -567,13 +567,13 @@ class Arguments(NamedTuple):
 
 
 def select_inputs(batch: Any, inputs: Inputs) -> tuple[Any, ...] | Mapping[str, Any]:
-    """The arguments that a model gets of a batch: a tuple of positional ones, or a mapping of keyword arguments.
+    """The arguments of a model from a batch: a tuple of positional arguments, or a mapping of keyword arguments.
 
     Args:
         batch: what a data loader gives.
-        inputs: an index, such as 0: that item of a tuple or list is the one argument (a mapping: keyword arguments); a
-            slice, such as slice(2) for the two leading items: these are positional arguments; or a function of the
-            batch, whose result is a tuple of positional arguments, a mapping of keyword arguments, or one argument.
+        inputs: an index, such as 0: this item of a tuple or list is the only argument, or if it is a mapping, the
+            keyword arguments; a slice, such as slice(2): the two leading items are positional arguments; or a function
+            of the batch, which returns a tuple of positional arguments, a mapping of keyword ones, or one argument.
 
     Raises:
         ConfigError: another type of `inputs`, a batch that is no tuple or list, or one with fewer items.
@@ -632,7 +632,7 @@ def run_batch(model: nn.Module, batch: Any, *, inputs: Inputs | None = None, kno
 
 
 def example_in(model: nn.Module, batch: Any) -> Any:
-    """What a model gets of a batch without `inputs`: of a tuple, the leading items that `run_batch` passes.
+    """The part of a batch that a model gets without `inputs`: of a tuple, the leading items that `run_batch` passes.
 
     >>> example_in(nn.ReLU(), ("image", "label"))
     ('image',)
@@ -641,7 +641,7 @@ def example_in(model: nn.Module, batch: Any) -> Any:
 
 
 def refuse_tensor(batches: Iterable[Any], caller: str) -> None:
-    """Raise if batches are none, or one tensor or one mapping, which would be iterated row by row or key by key."""
+    """Raise if `batches` are no iterable, or one tensor or mapping, which would be iterated by rows or keys."""
     if isinstance(batches, Mapping):
         raise ConfigError(f"{caller} takes batches, and a mapping is one batch; give a list: [mapping]")
     if isinstance(batches, Tensor):
@@ -693,9 +693,9 @@ def _arguments(model: nn.Module, items: Sequence[Any], known: int | None) -> Seq
 Item = TypeVar("Item")
 
 COUNT_EVERY = 10.0
-"""Seconds between two counts."""
+"""Seconds between two lines of counts."""
 BAR_AFTER = 0.5
-"""Seconds after which a bar is there: short work shows none."""
+"""Seconds after which a progress bar appears: short work shows no bar."""
 
 
 class _Counts(NamedTuple):
@@ -707,7 +707,7 @@ _COUNTS: ContextVar[_Counts | None] = ContextVar("counts", default=None)
 
 
 def counting(tell: Callable[[str], None], *, bars: bool = True) -> AbstractContextManager[None]:
-    """Let `track` tell counts in plain lines, at most one in `COUNT_EVERY` seconds, where it shows no bar.
+    """A context in which `track`, where it shows no bar, passes lines to `tell`, at most one in `COUNT_EVERY` seconds.
 
     A line is such as "calibrating: 16 of 64". Without `bars` there is no bar on a terminal either.
     """
@@ -715,7 +715,7 @@ def counting(tell: Callable[[str], None], *, bars: bool = True) -> AbstractConte
 
 
 def say(text: str) -> None:
-    """Tell a line: to what `counting` names, else on the error stream."""
+    """Pass a line to the function of `counting`, or print it on the error stream."""
     counts = _COUNTS.get()
     if counts is None:
         print(text, file=sys.stderr)
@@ -742,7 +742,7 @@ def length(items: Iterable[Any]) -> int | None:
 
 
 def track(items: Iterable[Item], what: str, total: int | None, shown: bool | None = None) -> Iterator[Item]:
-    """The items, with a progress bar on the error stream, which goes when they end.
+    """The items, with a progress bar on the error stream, which disappears when they end.
 
     `shown`: true shows it, false does not; None shows it on a terminal and in a notebook, and tells counts elsewhere
     inside `counting`. `total` is the number of items, if it is known.

@@ -19,7 +19,7 @@ from fakequant.errors import ConfigError
 
 _PLAIN = (str, bytes, int, float, complex, type(None), PurePath, torch.dtype, torch.device)
 _DEPTH = 4
-"""How deep functions in functions are looked into: they may refer to themselves."""
+"""The depth to which functions within functions are digested: they may refer to themselves."""
 
 
 class NoDigestError(ConfigError):
