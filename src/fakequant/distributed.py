@@ -42,7 +42,7 @@ def is_moved(model: nn.Module) -> bool:
 
 
 def first_sharded(model: nn.Module) -> str:
-    """The first sharded parameter, or module: outside of a call `fully_shard` may leave those of the root whole."""
+    """The path of the first sharded parameter, or of the first `fully_shard` module, whose parameters may be whole."""
     names = (name for name, parameter in model.named_parameters() if is_sharded(parameter))
     modules = model.named_modules()
     roots = (module_name(path) for path, one in modules if _is_fully_sharded(one))
@@ -50,9 +50,9 @@ def first_sharded(model: nn.Module) -> str:
 
 
 def parallel_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The processes among which `parallelize_module` shared layers of a model out; None where it did not.
+    """The processes over which `parallelize_module` split layers of a model; None if it split no layer.
 
-    What `fully_shard` shares out is whole in every call, and does not count.
+    Parameters that `fully_shard` splits are whole in every call, and do not count.
     """
     for name, axes in parallel_parameters(model).items():
         return cast("Any", model.get_parameter(name)).device_mesh.get_group(axes[-1])
@@ -60,7 +60,7 @@ def parallel_group(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def parallel_parameters(model: nn.Module) -> dict[str, list[int]]:
-    """The parameters of which `parallelize_module` gives each process a part in calls, with the axes of the mesh."""
+    """The parameters that `parallelize_module` split, by name, with the axes of the mesh over which it split them."""
     gathered = {id(p) for module in model.modules() if _is_fully_sharded(module) for p in module.parameters()}
     found: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -153,13 +153,13 @@ def processes_of(model: nn.Module, group: Any) -> dist.ProcessGroup | None:
 
 
 def all_processes() -> dist.ProcessGroup | None:
-    """All processes of torch.distributed; None where this one is alone."""
+    """All processes of torch.distributed; None where this process is alone."""
     started = dist.is_available() and dist.is_initialized()
     return dist.group.WORLD if started and dist.get_world_size() > 1 else None
 
 
 def process_number() -> int:
-    """The rank of this process among all of torch.distributed; 0 where it is alone.
+    """The rank of this process among all of torch.distributed; 0 where this process is alone.
 
     >>> process_number()
     0
@@ -195,7 +195,7 @@ class Ranks:
         self.group = group
         self._failed, self._differ = error or CalibrationError, error or ConfigError
         self._is_told = False
-        """Whether the other processes need not hear of an error: it is theirs, or one of the exchange."""
+        """Whether the other processes need not hear of an error, because it is theirs or comes from the exchange."""
 
     def all(self, value: Result) -> list[Result]:
         """The values of all processes, in the order of their ranks.
@@ -226,7 +226,7 @@ class Ranks:
             )
 
     def in_step(self, items: Iterable[Result]) -> Iterator[Result]:
-        """Items while all processes have one, as a model needs whose calls exchange parts of weights.
+        """The items, as long as all processes have an item: each call of a sharded model needs all processes.
 
         Raises:
             CalibrationError: some have fewer than others, or another process failed.
@@ -246,10 +246,10 @@ class Ranks:
             yield cast("Result", item)
 
     def share(self, items: Iterable[Item], work: Callable[[Item, Ranks], Result]) -> Iterator[Result]:
-        """What a function gives for each item, of which every process takes its part; tensors may come on the CPU.
+        """The results of a function for all items, which the processes divide; tensors in results may be on the CPU.
 
         As many items as there are processes are taken at a time, so that processes exchange values while they make
-        them. Where a single one is left, all processes work on it, and may share its parts.
+        them. Where a single item is left, all processes work on it, and may share its parts.
 
         Args:
             items: as many in all processes.
@@ -284,6 +284,6 @@ class Ranks:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
-            self.all(None)  # one that fails in its last part is heard too
+            self.all(None)  # so that an error in the last part is heard, too
         elif self.group is not None and not self._is_told:
             gather((f"{type(error).__name__}: {error}", None), self.group)

@@ -135,7 +135,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in one line: itself where it is short, else its type.
+    """A value in one line: its `repr` where that is short, else its type.
 
     >>> shown("int8"), shown([1, 2]), shown(torch.nn.Linear(4, 4))
     ("'int8'", '[1, 2]', 'a Linear')
@@ -149,7 +149,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line.
+    """The type of an error, and the first line of its message.
 
     >>> first_line(ImportError("\\nLlama needs sentencepiece.\\nInstall it."))
     'ImportError: Llama needs sentencepiece.'
@@ -158,7 +158,7 @@ def first_line(error: BaseException) -> str:
 
 
 def not_imported(error: ImportError) -> str:
-    """Why a package that loads its modules when they are used could not do so: the first cause, and what helps."""
+    """Why a package could not import a module of its own when it was used: the first cause, and what helps."""
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__
@@ -174,7 +174,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def renamed(old: str, new: str) -> Any:
-    """An attribute under its old name, which goes with the next release; reading it warns.
+    """A property with the old name of an attribute, for one more release; reading it warns.
 
     >>> class Result:
     ...     error = 0.5

@@ -24,14 +24,14 @@ _TEMPORARY = (".fakequant-", ".tmp")
 """Prefix and suffix of temporary names. They leave out the target's name, which may have the maximum length."""
 _LOCK = ".fakequant.lock"
 _WRITTEN = 1 << 18
-"""Bytes that are written at once: for more, Linux looks for large pages, which took up to 1.2 s of 0.1 for 400 MB."""
+"""Bytes that are written at once: for more, Linux looks for large pages, and 400 MB took up to 1.2 s, not 0.1."""
 
 
 def read_whole(path: Path) -> bytes:
     """The content of a regular file, or of a link to one: others, such as a pipe or /dev/zero, may never end.
 
     Raises:
-        OSError: it is none, or cannot be read.
+        OSError: it is no regular file, or cannot be read.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is no regular file")
@@ -39,7 +39,7 @@ def read_whole(path: Path) -> bytes:
 
 
 def check_path(path: Any, example: str, error: type[FakeQuantError] = OutputError) -> None:
-    """Raise if a path is none, as where arguments are swapped.
+    """Raise if `path` is no text and no `os.PathLike`, as with swapped arguments.
 
     Args:
         example: how the function is called.
@@ -64,7 +64,7 @@ def writable_folder(directory: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A context with a writable folder; where it makes the folder or its parents, it removes those left empty.
+    """A context with a writable folder; if it creates the folder or its parents, it removes those that stay empty.
 
     Raises:
         OutputError: the folder cannot be created or written.

@@ -195,7 +195,7 @@ def _resolve(
     amax: Number | None,
     seed: int | Tensor | None,
 ) -> QParams:
-    """The parameters in the shape that broadcasts, checked."""
+    """The parameters, checked and reshaped to the shape that broadcasts, [groups, axes kept]."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
         check_tensor("x", x)
     dtype = compute_dtype(x.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def offloaded(model: nn.Module) -> list[str]:
-    """The paths of the parameters and buffers of a model that are not there between its calls."""
+    """The paths of the parameters and buffers of a model whose values hooks keep elsewhere between calls."""
     return [
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -20,11 +20,11 @@ def offloaded(model: nn.Module) -> list[str]:
 
 
 def fetched(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """A tensor of a module; the values that its next call will have where a hook keeps them elsewhere.
+    """A tensor of a module, with the values of its next call if a hook keeps these elsewhere.
 
     Args:
-        name: the attribute.
-        tensor: as it is now.
+        name: of the attribute.
+        tensor: the present value of the attribute.
 
     >>> layer = nn.Linear(2, 2)
     >>> fetched(layer, "weight", layer.weight) is layer.weight
@@ -49,7 +49,7 @@ def fetched_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _kept(module: nn.Module, name: str) -> tuple[Any, Mapping[str, Tensor]] | None:
-    """The hook that keeps a tensor of a module, and all that it keeps."""
+    """The hook that keeps a tensor of a module, and the tensors that it keeps; None if no hook does."""
     hook = vars(module).get("_hf_hook")
     for one in getattr(hook, "hooks", (hook,)):
         values = getattr(one, "weights_map", None)

@@ -1,4 +1,4 @@
-"""Imports that wait until a name is asked for which nothing has registered yet."""
+"""Imports that wait until a name is asked for that is not registered yet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _waiting: list[Callable[[], object]] = []
 
 
 def import_later(load: Callable[[], object]) -> None:
-    """Keep the import of a room that registers names; it runs before a name is refused."""
+    """Keep the import of a package that registers names; it runs before an unknown name is refused."""
     _waiting.append(load)
 
 

@@ -142,7 +142,7 @@ def state_of(modules: Iterable[nn.Module], device: str | None = None) -> Restore
     def restore() -> None:
         structure()
         for tensor, value in values:
-            # Of what processes share, the own part: others may not be here to compare theirs.
+            # Of a sharded tensor the part of this process: the others may not be here to compare theirs.
             own, before = (getattr(one.detach(), "to_local", one.detach)() for one in (tensor, value))
             if not torch.equal(own.to(before.device), before):
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():

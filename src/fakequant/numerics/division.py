@@ -38,7 +38,7 @@ def is_exporting() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a compiler or tracer sees the operations: some leave a conversion and the one back out."""
+    """Whether a compiler or tracer sees the operations: some drop a conversion that is followed by its inverse."""
     return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
@@ -85,7 +85,7 @@ def _of_nodes(node: Any, *given: Tensor) -> Tensor:
 
 
 def _node(function: Callable[..., Tensor]) -> Any:
-    """The function as an operator of torch; of fake tensors it computes fake results, with the strides of real ones."""
+    """The function as an operator of torch; for fake tensors it returns fake results with the strides of real ones."""
     made = torch.library.custom_op(f"fakequant::{function.__name__.strip('_')}", function, mutates_args=())
     made.register_fake(function)
     return made

@@ -48,7 +48,7 @@ class Granularity(ABC):
         return [self.group_shape(shape)]
 
     def remap_axes(self, axes: Mapping[int, int]) -> Granularity:
-        """The same granularity with other axes; one that names no axis stays as it is.
+        """The same granularity with other axes; a granularity that names no axis stays as it is.
 
         It is for the weights of layers. A rule says 0 for the axis of output channels and -1 for the axis that a
         product sums over; in transposed convolutions these are the axes 1 and 0.
@@ -59,19 +59,19 @@ class Granularity(ABC):
         return self
 
     def over_window(self, axis: int, window: Mapping[int, int], length: int | None) -> Granularity:
-        """The same for a product that sums over the positions of a kernel, too; by default as it is.
+        """The granularity for a product that sums over the positions of a kernel, too; by default this one.
 
         Args:
-            axis: that of the channels that the product sums over.
+            axis: of the channels that the product sums over.
             window: the axes of the kernel's positions, with their lengths.
             length: of a weight, the number of channels in one sum; None where blocks lie along the channels alone.
         """
         return self
 
     def for_each(self) -> Granularity:
-        """The same for each of the tensors that are stacked along a first axis; other axes are counted from the end.
+        """The granularity for a stack [tensors, ...], each quantized alone; other axes are counted from the end.
 
-        One that has a scale of its own for every index of other axes stays as it is.
+        A granularity that has a scale for every index of the other axes stays as it is.
 
         >>> PerTensor().for_each(), PerChannel(-2).for_each(), PerToken().for_each()
         (PerChannel(axes=(0,)), PerChannel(axes=(0, -2)), PerToken())
@@ -264,7 +264,7 @@ class PerBlock(Granularity):
         return PerBlock(sizes, pad=self.pad)
 
     def over_window(self, axis: int, window: Mapping[int, int], length: int | None) -> PerBlock:
-        """Blocks with at least as many elements: whole kernels, or a part of one; the whole sum where it has fewer.
+        """Blocks with at least as many elements: whole kernels, or a part of a kernel; a shorter sum is one block.
 
         >>> PerBlock({1: 32}, pad=True).over_window(1, {-2: 3, -1: 3}, length=64)  # 36 elements
         PerBlock(sizes=((1, 4), (-1, 3), (-2, 3)), pad=True)
@@ -409,7 +409,7 @@ def blocked(x: Tensor, blocks: Shape) -> Tensor:
 
 
 def unblocked(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
-    """The tensor [shape] from which `blocked` made x."""
+    """Undo `blocked`: the tensor [shape] without padding."""
     missing = padding(shape, blocks)
     values = values.reshape([n + m for n, m in zip(shape, missing, strict=True)])
     for axis, m in enumerate(missing):
@@ -458,7 +458,7 @@ def _padded(shape: Shape, blocks: Shape) -> list[int]:
 
 
 _HALF = (torch.float16, torch.bfloat16)
-"""torch rounds to these as the formats say, in a tenth of the time."""
+"""Dtypes to which torch's own conversion rounds as the formats do, in a tenth of the time."""
 
 
 class StoredScales(NamedTuple):
@@ -487,7 +487,7 @@ def split_scales(
     shared: Format | None,
     under: Tensor | None = None,
 ) -> StoredScales | None:
-    """See `ScaleSpec.split`; None if no split is exact."""
+    """Scales in their stored form, see `ScaleSpec.split`; None if no split is exact."""
     if fmt is None:
         return StoredScales(values)
     if granularity is None:
@@ -506,7 +506,7 @@ def split_scales(
 
 
 def join_scales(stored: StoredScales, fmt: Format | None, granularity: Granularity | None) -> Tensor:
-    """See `ScaleSpec.join`."""
+    """The scales from their stored form, see `ScaleSpec.join`."""
     if fmt is None:
         return stored.codes
     codes = fmt.from_storage(stored.codes, torch.float32)

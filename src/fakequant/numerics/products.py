@@ -3,9 +3,9 @@
     sums = sum of (x_code - x_zero_point) * (w_code - w_zero_point)     exact
     y    = float32(sums) * (x_scale * w_scale) + bias                   each operation rounded to float32
 
-A simulated layer multiplies and adds float32 numbers instead, in an order that depends on the machine. Both are within
-the rounding of a float32 product of each other while x_scale * w_scale is a normal number of float32; this one is the
-same everywhere, and that of integer engines.
+A simulated layer multiplies and adds float32 numbers instead, in an order that depends on the machine. Both results are
+within the rounding of a float32 product of each other while x_scale * w_scale is a normal number of float32; the result
+here is the same everywhere, and the one of integer engines.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class ConvParams(NamedTuple):
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """How an integer unit makes codes of sums, float64 tensors that broadcast with them.
+    """How an integer unit rounds sums to codes, by float64 tensors that broadcast with the sums, see `fixed_point`.
 
     Attributes:
-        constant: what is added first.
-        down: by what the sum is multiplied before it is rounded down, a power of two.
-        factor: by what that is multiplied before half is added, and it is rounded down.
+        constant: added to the sum first.
+        down: multiplies the result, which is then rounded down; a power of two.
+        factor: multiplies the rounded result, to which half is added, and which is rounded down again.
     """
 
     constant: Tensor
@@ -66,7 +66,7 @@ class FixedPoint:
 
     @cached_property
     def steps(self) -> Tensor:
-        """The three of each channel, [3, ...]."""
+        """Constant, down and factor of each channel, [3, ...]."""
         return torch.stack(torch.broadcast_tensors(self.constant, self.down, self.factor))
 
 
@@ -103,7 +103,7 @@ def scaled(sums: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def fixed_point(sums: Tensor, by: FixedPoint, low: int, high: int) -> Tensor:
-    """The codes of exact sums, float64.
+    """The codes of exact sums by a fixed-point rule, clamped to `low` and `high`, float64.
 
     >>> half = torch.tensor(0.5, dtype=torch.float64)
     >>> fixed_point(torch.tensor([-9, 5, 6, 90]), FixedPoint(2 * half, half, half), -2, 7)

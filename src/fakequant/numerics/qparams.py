@@ -46,7 +46,7 @@ class QParams(NamedTuple):
         zero_point: the code of 0.0, [groups, axes kept], or None if that is 0 everywhere; under `QuantSpec.offset` the
             offset, in units of x.
         range: what the scale was made from, or None; `Gradient.INPUT_RANGE` compares the input with it.
-        seed: that of `Rounding.STOCHASTIC` [], int64; None before one is drawn, and where rounding is to nearest.
+        seed: of `Rounding.STOCHASTIC`, [] int64; None before a seed is drawn, and where rounding is to nearest.
 
     >>> params = fq.choose_qparams(torch.tensor([-1.0, 2.54]), "int8")
     >>> params.scale, params.zero_point, params.range
@@ -60,7 +60,7 @@ class QParams(NamedTuple):
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tensors of a dtype are quantized: float64 for itself, else float32; else a DTypeError."""
+    """The dtype in which floats of `dtype` are quantized: float64 for float64, else float32; DTypeError for others."""
     if dtype not in FLOATING:
         raise DTypeError(
             f"cannot quantize a tensor of dtype {dtype}: expected float32, float64, float16 or bfloat16; "
@@ -70,7 +70,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raise a DTypeError for no tensor, or a sparse, nested or quantized one."""
+    """Raise a DTypeError unless a value is a tensor, and neither sparse, nested nor quantized."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested or value.is_quantized:
         if isinstance(value, Tensor) and value.is_nested:
             kind, way = "a nested tensor", f"torch.nested.to_padded_tensor({name}, 0.0)"
@@ -163,12 +163,12 @@ def measure(x: Tensor, granularity: Granularity, *, with_zero: bool = True) -> R
 
 
 def fill_empty_groups(range: Range, spec: QuantSpec) -> Range:
-    """Give groups whose values are all zero the range of those with which they share a scale of scales.
+    """Give groups of zeros the range of the groups with which they share a scale of scales.
 
-    Where these are zero, too, or there are none, it is the range of the whole tensor, and -1 to 1 where that is zero.
-    Zeros are the same by every scale. The smallest one, 2**-126, clips all that such a group gets later, and in an
-    engine the bias divided by it overflows int32. Where the specification has no exact 0.0, but a scale of 0, the range
-    stays.
+    Where these are zeros, too, or no groups share one, the range is that of the whole tensor, and -1 to 1 if that is
+    zero. Zeros stay zeros by every scale, but the smallest scale, 2**-126, clips all that such a group gets later, and
+    in an engine the bias divided by it overflows int32. Where the specification has no exact 0.0, but a scale of 0, the
+    range stays.
 
     >>> fill_empty_groups(Range(torch.tensor([-3.0, 0.0]), torch.tensor([2.0, 0.0])), QuantSpec("int8"))
     Range(lo=tensor([-3., -3.]), hi=tensor([2., 2.]))
@@ -211,8 +211,8 @@ def choose_qparams(
         range: lo and hi of every group [groups, axes kept], in units of x.
         spec: decides symmetry, format and which reciprocal `scale` is.
         largest: the largest finite value of x's dtype; by default of the range's.
-        bound: the code that amax is mapped to instead of the one that the specification says.
-        shared: the scale above symmetric scales, and steps from their numbers, see `ScaleSpec.choose`.
+        bound: the code that amax is mapped to; by default the bound of the specification.
+        shared: for symmetric scales, and so is `steps`: see `ScaleSpec.choose`.
 
     Returns:
         scale, zero_point (None when symmetric) and the range, all [groups, axes kept].
@@ -274,7 +274,7 @@ def _symmetric_scale(
 
 
 def above(bound: float) -> float:
-    """The power of two next above a bound; a quotient by it is exact."""
+    """The next power of two above a bound; division by it is exact."""
     return 2.0 ** math.frexp(bound)[1]
 
 
@@ -341,13 +341,13 @@ def check_scale(
     Args:
         scale: any shape.
         arithmetic: of the specification.
-        exact: whether its scales may be 0 or negative, see `ScaleSpec.is_exact`.
-        signed: whether its scales may be negative, see `QuantSpec.has_signed_scales`.
+        exact: whether scales may be 0 or negative, see `ScaleSpec.is_exact`.
+        signed: whether scales may be negative, see `QuantSpec.has_signed_scales`.
         traced: see `is_readable_without_sync`.
 
     Raises:
-        QParamsError: one that is not finite, not positive where scales have to be, or has no finite reciprocal where
-            that is needed.
+        QParamsError: a scale that is not finite, not positive where scales must be positive, or has no finite
+            reciprocal where that is needed.
     """
     if exact:
         check_values("scale", scale, _FINITE, traced=traced)
@@ -421,7 +421,7 @@ def on_device_of(x: Tensor, values: Tensor) -> Tensor:
 
 
 def fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
-    """Parameters in one of the accepted shapes, as the one that broadcasts."""
+    """Parameters in an accepted shape, reshaped to the shape that broadcasts, [groups, axes kept]."""
     shapes = spec.granularity.scale_shapes(shape_of(x))
     given = shape_of(values)
     if given == shapes[0]:

@@ -3,10 +3,10 @@
 Everything here broadcasts: parameters are [groups, axes kept] and `x` is any shape that the granularity accepts. Each
 backend must return these bits. float16 and bfloat16 are computed in float32 and rounded once, at the end.
 
-A sum that comes out the same in any order, so that neither threads nor strides nor a device change a gradient.
-
-Every number is written as digits in base 2**30, from the lowest power of the base above the largest of them down, and
-cut off after DIGITS digits. Digits of one position are added as integers, which is exact, and order does not matter.
+Gradients are summed by `order_free_sum`, which gives the same result in any order, so that neither threads nor strides
+nor a device change a gradient. Every number is written as digits in base 2**30, from the lowest power of the base above
+the largest of them down, and cut off after DIGITS digits. Digits of one position are added as integers, which is exact,
+and order does not matter.
 
 Of n numbers, the largest of magnitude M, the sum is off by less than n * 2**-90 * M for what is cut off (the power of
 the base may be 2**30 * M, and 120 bits below it are kept), and by 2**-51 of itself for the rounding to float64. A plain
@@ -92,7 +92,7 @@ def is_less(one: Tensor, other: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def is_less_by_plain_sums(one: Tensor, other: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """`is_less` in a quarter of the time, for tensors with values at hand: plain sums tell it almost everywhere.
+    """`is_less` in a quarter of the time, for tensors whose values can be read: plain sums decide almost everywhere.
 
     >>> one = torch.tensor([[1e17, 1.0, 0.0], [2.0, 0.0, 0.0]], dtype=torch.float64)
     >>> is_less_by_plain_sums(one, one.flip(0), (1,)).tolist(), is_less(one, one.flip(0), (1,)).tolist()
@@ -214,7 +214,7 @@ def _multiplier_and_step(scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor
 PART = 1 << 19
 """Elements of a part of a large tensor, see `divided`."""
 _DIVIDED = {PerTensor, PerChannel, PerToken, PerBlock}
-"""Granularities whose groups of a part of a tensor are those of the whole."""
+"""Granularities that give a part of a tensor the groups that it has in the whole tensor."""
 
 
 def divided(
@@ -224,9 +224,9 @@ def divided(
 
     Args:
         spec: of the tensors.
-        tensors: of a shape; their parts are views.
-        params: of them, [groups, axes kept]; of a part, those of its groups.
-        with_shared: whether parts may have the same groups.
+        tensors: of one shape; their parts are views.
+        params: scales and others of the tensors, [groups, axes kept]; a part gets those of its groups.
+        with_shared: whether a group may lie in several parts.
     """
     x, granularity = tensors[0], spec.granularity
     axis = next((axis for axis, size in enumerate(x.shape) if size > 1), None)
@@ -247,7 +247,7 @@ def divided(
 
 
 SEARCHED = range(-4, 7)
-"""Steps from the nearest number of a scale's format, of those that are tried."""
+"""The steps in a scale's format, from the scale of NEAREST, that `ScaleRounding.SEARCHED` tries."""
 
 
 def choose(x: Tensor, spec: QuantSpec) -> QParams:
@@ -256,7 +256,7 @@ def choose(x: Tensor, spec: QuantSpec) -> QParams:
 
 
 def choose_from(x: Tensor, range: Range | None, spec: QuantSpec, is_less: Callable[..., Tensor] = is_less) -> QParams:
-    """`choose` with the measured range of x, where it is known, and what compares sums: see `sums.is_less`."""
+    """`choose` with the range of x, None to measure it, and a function that compares sums, such as `is_less`."""
     largest = torch.finfo(x.dtype).max
     if spec.scale.rounding is ScaleRounding.MEAN:
         # The mean magnitude of the finite values of every group [groups, axes kept].
@@ -290,7 +290,7 @@ def choose_from(x: Tensor, range: Range | None, spec: QuantSpec, is_less: Callab
 
 
 def _best(x: Tensor, scales: Sequence[Tensor], spec: QuantSpec, is_less: Callable[..., Tensor]) -> Tensor:
-    """For each group the scale with the least squared error, the first one of those with the same."""
+    """For each group the scale with the least squared error; of scales with equal errors, the first."""
     blocks = spec.granularity.block_shape(x.shape)
     exact, axes = x.to(compute_dtype(x.dtype)), block_axes(x.shape, blocks)
 
@@ -334,14 +334,14 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dty
 
 
 def decode(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-    """`dequantize` of codes as numbers of the dtype in which values of the given one are computed."""
+    """The values of codes that are numbers in the compute dtype of `dtype`; see `dequantize`."""
     blocks = spec.granularity.block_shape(codes.shape)
     scale, zero_point = _blocked_params(params, codes.shape, blocks, codes.dtype)
     return unblocked(_decode(blocked(codes, blocks), scale, zero_point, spec), codes.shape, blocks).to(dtype)
 
 
 def input_range(params: QParams, spec: QuantSpec) -> Range:
-    """The range of inputs that the codes span: the one measured, else the one that the scale implies."""
+    """The range of inputs that the codes span: `params.range`, or without it the range that the scale implies."""
     if params.range is not None:
         return params.range
     fmt = spec.format
@@ -469,7 +469,7 @@ def grad_params(
 def tangent_params(
     x: Tensor, params: QParams, spec: QuantSpec, tangents: tuple[Tensor | None, Tensor | None]
 ) -> Tensor | None:
-    """The tangent of y from those of scale and zero point [groups, axes kept]; None if both have none."""
+    """The tangent of y from the tangents of scale and zero point [groups, axes kept]; None if both are None."""
     b = _to_encode(x, params, spec)
     blocks = spec.granularity.block_shape(x.shape)
     moved = [

@@ -38,8 +38,8 @@ class ScaleRounding(Enum):
     NEAREST = "nearest"
     """The largest magnitude becomes the format's bound; to the nearest scale, ties to even."""
     SIGNED = "signed"
-    """As NEAREST, but what is farthest from 0 gets the code that is farthest from 0, -8 of int4, so that a scale may be
-    negative: llama.cpp. Scales in signed integers are chosen so."""
+    """As NEAREST, but the value that is farthest from 0 gets the code that is farthest from 0, -8 of int4, so that a
+    scale may be negative: llama.cpp. Scales in signed integers are chosen by this rule."""
     HALF_RANGE = "half_range"
     """The largest magnitude becomes half of the range of codes, 127.5 of int8, and is clamped: compressed-tensors."""
     MEAN = "mean"
@@ -48,9 +48,9 @@ class ScaleRounding(Enum):
     """The largest magnitude becomes the largest code or the one below, by the squared error of the group: 6 or 4 of
     float4_e2m1fn, arXiv 2512.02010."""
     SEARCHED = "searched"
-    """The best by the squared error of the group, of the scale of NEAREST, four numbers of its format below and six
-    above, under the scale of NEAREST for the tensor: of NVFP4, arXiv 2606.07618. Where scales follow the tensor,
-    compiling takes minutes."""
+    """The scale with the least squared error of the group: that of NEAREST, or one of the four numbers of its format
+    below and six above, under the per-tensor scale of NEAREST: for NVFP4, arXiv 2606.07618. Where scales follow the
+    tensor, compiling takes minutes."""
     FLOOR = "floor"
     """Power-of-two scales: floor(log2(amax)) - floor(log2(bound)), which can saturate. OCP Microscaling 1.0."""
     CEIL = "ceil"
@@ -74,7 +74,7 @@ class ScaleSpec:
 
     Args:
         format: None for float32; a float format, an integer format, or `float8_e8m0fnu`.
-        rounding: see `ScaleRounding`; power-of-two scales need one of theirs, signed integers SIGNED.
+        rounding: see `ScaleRounding`; power-of-two scales need FLOOR, CEIL, EVEN or EVEN_FP4, signed integers SIGNED.
         granularity: the groups of scales that have one shared scale each (NVFP4: `PerTensor()`); None for no shared
             scales.
         shared: the float format of the shared scales; None for float32.
@@ -155,11 +155,11 @@ class ScaleSpec:
         return self.format is not None and not powers and (self.granularity is None) == (self.shared is None)
 
     def regrouped(self: _Spec, change: Callable[[Granularity], Granularity]) -> _Spec:
-        """The same specification with a changed granularity, if it has one."""
+        """The same specification with a changed granularity, if the scales have a granularity."""
         return self if self.granularity is None else replace(self, granularity=change(self.granularity))
 
     def up_from(self, element: Format) -> float:
-        """The mantissa in [0.5, 1) of an extent from which its power of two is the next one; 1 if there is none."""
+        """The mantissa in [0.5, 1) from which an extent gets the next power of two; 1 if it never does."""
         digits = {ScaleRounding.EVEN: element.fraction_bits, ScaleRounding.EVEN_FP4: 1}.get(self.rounding)
         return 1.0 if digits is None else 1 - 2.0 ** -(digits + 2)
 
@@ -218,17 +218,17 @@ class ScaleSpec:
 
     @property
     def is_under_a_tensor(self) -> bool:
-        """Whether a single float32 scale of the tensor is above all scales, as in NVFP4."""
+        """Whether a single per-tensor float32 scale multiplies all stored scales, as in NVFP4."""
         if self.format is None or self.granularity is None or self.shared is not None:
             return False
         return self.granularity.group_shape((2, 2)) == (1, 1)
 
     def shared_by(self, values: Tensor, *, wider: bool = False) -> Tensor | None:
-        """The scale of the tensor that float32 scales are under; None if there is none.
+        """The per-tensor scale that multiplies the stored codes of float32 scales; None if there is none.
 
         Args:
             values: the scales [groups, axes kept].
-            wider: whether it shall leave room for 1.5 times the largest scale, as under FOUR_OVER_SIX.
+            wider: whether the per-tensor scale leaves room for 1.5 times the largest scale, as under FOUR_OVER_SIX.
         """
         if not self.is_under_a_tensor:
             return None
@@ -259,8 +259,8 @@ class ScaleSpec:
             element: the format of the codes.
             limit: the largest scale with which every code stays finite.
             bound: the divisor of the extent; by default `self.bound(element)`.
-            shared: the scale above these, if it `is_under_a_tensor`; by default it follows from the extents.
-            steps: how many numbers of the format farther from 0, for SEARCHED.
+            shared: the per-tensor scale, where `is_under_a_tensor`; by default it follows from the extents.
+            steps: by how many numbers of the format a scale is moved away from 0, for SEARCHED.
 
         Returns:
             [groups, axes kept], in units of x per code; positive unless `is_exact`.
@@ -315,7 +315,7 @@ class ScaleSpec:
         return torch.int16 if self.format.bits > 8 else torch.uint8
 
     def _shared(self, extent: Tensor, divisor: float) -> Tensor:
-        """The farthest of the extents that share a scale, divided, at each of them."""
+        """For each extent, the farthest from 0 of the extents that share its scale, divided by `divisor`."""
         assert self.granularity is not None, "only scales with one share"
         whole = over_blocks(extent, self.granularity.block_shape(extent.shape), farthest)
         return divide(whole, torch.full_like(whole, divisor))
@@ -344,7 +344,7 @@ class ScaleSpec:
 
         Args:
             values: [groups, axes kept].
-            under: the scale of the tensor above them, if it `is_under_a_tensor`; by default it is looked for.
+            under: the per-tensor scale, where `is_under_a_tensor`; by default it is searched.
 
         Raises:
             QParamsError: no split is exact.
@@ -362,7 +362,7 @@ class ScaleSpec:
         return stored
 
     def join(self, stored: StoredScales) -> Tensor:
-        """The scales of their stored form, float32 [groups, axes kept]."""
+        """The scales from their stored form, float32 [groups, axes kept]."""
         return join_scales(stored, self.format, self.granularity)
 
     def bits(self, groups: Shape) -> int:
@@ -377,8 +377,8 @@ class ScaleSpec:
 class OffsetSpec(ScaleSpec):
     """The stored form of offsets, in units of x: like scales, rounded to the nearest; 0 has a code.
 
-    Ranges contain 0, so that offsets are not negative. Those that are SIGNED follow from the lowest value of a group
-    itself, whose range then need not contain 0 (KIVI, arXiv 2402.02750).
+    Ranges contain 0, so that offsets are not negative. SIGNED offsets follow from the lowest value of a group itself,
+    whose range then need not contain 0 (KIVI, arXiv 2402.02750).
 
     >>> OffsetSpec.parse("offset=uint6@per_block(-1:8)/float16").granularity
     PerBlock(sizes=((-1, 8),), pad=False)
@@ -418,7 +418,7 @@ def _default_rounding(fmt: Format | None) -> ScaleRounding:
 
 
 def _stored(v: Tensor, fmt: Format, limit: float | Tensor, keeps_small: bool) -> Tensor:
-    """The nearest number of a format up to a limit; 0 for 0 alone if small numbers are kept.
+    """The nearest number of a format up to a limit; with `keeps_small`, only 0 becomes 0.
 
     No subnormal number of float32, which bfloat16 has, because processors may flush them.
     """

@@ -17,7 +17,7 @@ from .scales import OffsetSpec, ScaleRounding, ScaleSpec
 
 
 class Arithmetic(Enum):
-    """How a real number meets its scale. `rint` is half to even; nothing is contracted or approximated."""
+    """How values become codes by a scale, and back. `rint` is half to even; nothing is contracted or approximated."""
 
     DIVIDE = "divide"
     """clamp(rint(x / s) + zp), (q - zp) * s: ONNX QuantizeLinear and DequantizeLinear."""
@@ -28,8 +28,8 @@ class Arithmetic(Enum):
     Q8_0 = "q8_0"
     """clamp(rint(x * (127 / a))), q * float16(a / 127): llama.cpp's inputs in blocks of 32, `quantize_row_q8_0`.
 
-    Given as the scale is a / 128, which is exact. 127 stands for the bound of the format, 128 for the power of two next
-    above it.
+    Here a is the largest magnitude of a block, and the scale is a / 128, which is exact. 127 is the bound of the
+    format, 128 the next power of two.
     """
     Q8_K = "q8_k"
     """clamp(rint(x * m)), q * (1 / m) with m = 127 / a, the scale of Q8_0: its blocks of 256, `quantize_row_q8_K`."""
@@ -67,9 +67,9 @@ class Rounding(Enum):
     """Which of its two neighbouring codes a number becomes. Scales are always rounded to nearest."""
 
     NEAREST_EVEN = "nearest_even"
-    """The nearest, from the middle the even one."""
+    """The nearest code; in the middle of two the even code."""
     STOCHASTIC = "stochastic"
-    """Each with the probability of its nearness, so that the expected code is the number itself.
+    """Either code, the nearer one with the higher probability, so that the expected code is the number itself.
 
     The random numbers are those of `numerics.philox`: they follow from a seed, which is an argument of the call, and
     from the row-major position of the element, not from its strides, the backend or the number of threads.
@@ -91,8 +91,8 @@ class QuantSpec:
         gradient: see `Gradient`.
         scale: the format of the scales, see `ScaleSpec`; by default float32.
         rounding: see `Rounding`; by default to the nearest code.
-        offset: how offsets are stored that take the place of zero points, in units of x: codes are
-            clamp(rint((x + m) / s)), values q * s - m. None, the default: there are none.
+        offset: how offsets m are stored, in units of x, which take the place of zero points: codes are
+            clamp(rint((x + m) / s)), values q * s - m. None, the default: there are no offsets.
 
     Raises:
         SpecError: an unknown format, an asymmetric float format, a zero point under another arithmetic than
@@ -219,7 +219,7 @@ class QuantSpec:
         return kept
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the hash, which differs between processes."""
+        """The fields without the hash, which differs between processes."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -235,7 +235,7 @@ class QuantSpec:
         return replace(self, **changes)
 
     def regrouped(self, change: Callable[[Granularity], Granularity]) -> QuantSpec:
-        """The same with other granularities: of the tensor, and of its scales and offsets, which have its axes.
+        """The same specification with changed granularities: of the tensor, of its scales and of its offsets.
 
         >>> spec = QuantSpec.parse("int4 per_block(-1:32) scale=uint6@per_block(-1:8)/float16")
         >>> print(spec.regrouped(lambda granularity: granularity.remap_axes({-1: 0})))
@@ -379,7 +379,7 @@ def _parse(text: str) -> QuantSpec:
 
 
 def as_spec(spec: QuantSpec | str) -> QuantSpec:
-    """A specification from itself or from its text; a SpecError for all else."""
+    """The specification of a text; a `QuantSpec` is returned as it is. A SpecError for all else."""
     if isinstance(spec, QuantSpec):
         return spec
     if not isinstance(spec, str):

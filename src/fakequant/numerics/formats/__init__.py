@@ -1,4 +1,4 @@
-"""Number formats: the table, in which each is one line, and their families. Names are those of ml_dtypes."""
+"""Number formats: the table, with a line for each format, and their families. Names are those of ml_dtypes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def formats() -> dict[str, Format]:
 
 
 def parse_format(fmt: str | Format) -> Format:
-    """The format of a name, or a format itself; else a SpecError, with the nearest names or what reads a longer text.
+    """The format with a name; a `Format` is returned as it is. A SpecError for other texts offers the nearest names.
 
     >>> parse_format("uint4")
     IntegerFormat(low=0, high=15)

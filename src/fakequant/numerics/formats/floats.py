@@ -68,7 +68,7 @@ class Format(ABC):
     """Bounds and spacing, for the kernels; made once, with the format."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Format:
-        """Itself: it does not change, and compilers know a registered format by its identity."""
+        """The format itself: it does not change, and compilers know a registered format by its identity."""
         return self
 
     @property
@@ -168,7 +168,7 @@ class Format(ABC):
 
     @property
     def farthest(self) -> float:
-        """The code that is farthest from 0; of two the positive one."""
+        """The code that is farthest from 0; the positive code of two that are equally far."""
         return self.quant_min if -self.quant_min > self.quant_max else self.quant_max
 
     def clamp(self, code: Tensor) -> Tensor:
@@ -398,24 +398,24 @@ def count_of(format: Format) -> int:
 
 
 def patterns_of(codes: Tensor, format: Format) -> Tensor:
-    """Codes as numbers from 0, int32: the patterns of their bits, of integers counted from the lowest code."""
+    """Codes as int32 numbers from 0: the bit patterns of floats, indices of a table, integers less the lowest code."""
     # A float of 16 bits has its sign in that of the int16 that stores it: only its bits count.
     whole = as_integers(codes.contiguous()).to(torch.int32) - lowest_of(format)
     return whole & (1 << format.bits) - 1 if format.grid.mantissa_bits is not None else whole
 
 
 def as_integers(codes: Tensor) -> Tensor:
-    """The same memory in a dtype that `model.to(dtype)` leaves as it is."""
+    """Codes as integers in the same memory, because `model.to(dtype)` would convert floats."""
     return codes.view(_INTEGERS[codes.element_size()]) if codes.dtype.is_floating_point else codes
 
 
 def of_integers(codes: Tensor, format: Format) -> Tensor:
-    """The codes of `as_integers` in the storage of their format."""
+    """The codes of `as_integers` in the storage dtype of their format."""
     return codes.view(format.storage) if format.storage.is_floating_point else codes
 
 
 def integers_of(format: Format) -> torch.dtype:
-    """The dtype of `as_integers` of a format's codes."""
+    """The dtype that `as_integers` gives the codes of a format."""
     return _INTEGERS[format.storage.itemsize] if format.storage.is_floating_point else format.storage
 
 
@@ -515,7 +515,7 @@ class FloatFormat(Format):
 
     @property
     def _is_torchs(self) -> bool:
-        """Whether torch's own conversions are exact: of 8 bits, they saturate and name NaN in other ways."""
+        """Whether torch's own conversions give the codes: for 8 bits they saturate and encode NaN differently."""
         return self.storage.is_floating_point and self.bits == 16
 
     def to_storage(self, code: Tensor) -> Tensor:
@@ -555,7 +555,7 @@ class FloatFormat(Format):
 
     @property
     def nan_pattern(self) -> int:
-        """The bit pattern of NaN; of the lowest code where there is none."""
+        """The bit pattern of NaN; that of the lowest code in formats without NaN."""
         sign = 1 << self.bits - 1
         return {
             Specials.IEEE: sign - 1,

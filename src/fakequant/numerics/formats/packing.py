@@ -12,13 +12,13 @@ from torch.nn.functional import pad
 Array = np.ndarray
 
 _TOGETHER = 8
-"""Codes of n bits that end with a byte: they take n bytes."""
+"""The number of codes of n bits that fill n whole bytes."""
 _CHUNK = 1 << 17
 """Numbers that are packed at once: all steps find them in the cache of a core."""
 
 
 def pack(patterns: Tensor, bits: int, plus: int = 0) -> Tensor:
-    """Numbers [..., n] as uint8 [..., ceil(n * bits / 8)]; each and `plus` are below 2**bits in sum, modulo 256.
+    """Numbers [..., n] as uint8 [..., ceil(n * bits / 8)]; each number plus `plus`, modulo 256, is below 2**bits.
 
     >>> pack(torch.tensor([1, 2, 3]), 4)
     tensor([33,  3], dtype=torch.uint8)
@@ -54,7 +54,7 @@ def pack(patterns: Tensor, bits: int, plus: int = 0) -> Tensor:
 
 
 def viewed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers [..., n] as those of a type of another size, the first byte in the lowest bits.
+    """The bytes of numbers [..., n] as numbers of another dtype, the first byte in the lowest bits.
 
     >>> viewed(torch.tensor([[1, 1, 0, 0]], dtype=torch.uint8), torch.int32)
     tensor([[257]], dtype=torch.int32)
@@ -65,7 +65,7 @@ def viewed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unpack(stored: Tensor, bits: int, count: int) -> Tensor:
-    """The first numbers of `pack`, as int32 [..., count].
+    """The first `count` numbers that `pack` packed, as int32 [..., count].
 
     >>> unpack(torch.tensor([33, 3], dtype=torch.uint8), 4, 3)
     tensor([1, 2, 3], dtype=torch.int32)
@@ -74,7 +74,7 @@ def unpack(stored: Tensor, bits: int, count: int) -> Tensor:
 
 
 def unpack_bytes(stored: Tensor, bits: int, count: int) -> Tensor:
-    """The first numbers of `pack`, as uint8 [..., count], on the device of the bytes, by torch operations alone."""
+    """The first `count` numbers that `pack` packed, uint8 [..., count], on the device of `stored`, by torch alone."""
     if _TOGETHER % bits:
         parts = pad(stored, (0, -stored.shape[-1] % bits)).unflatten(-1, (-1, bits)).to(torch.int64)
         word = (parts << torch.arange(0, 8 * bits, 8, device=stored.device)).sum(-1, keepdim=True)
