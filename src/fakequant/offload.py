@@ -1,4 +1,4 @@
-"""Weights that hooks of Accelerate keep elsewhere, and give a module for the time of its calls alone."""
+"""Weights that hooks of Accelerate keep elsewhere, and load into a module only for the time of its calls."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def _axes(axes: Axes | None, height: float) -> Axes:
 
 
 def _extremes(weight: Product, values: Tensor) -> tuple[list[float], list[float]]:
-    """The smallest and the largest value of every output channel; those of a stack of weights one after the other."""
+    """The smallest and the largest value of every output channel; a stack has the channels of all its weights."""
     if isinstance(weight, MatrixProduct) and weight.is_stack:
         rows = values.movedim(weight.channels, 1).flatten(0, 1)
     else:

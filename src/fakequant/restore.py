@@ -169,7 +169,7 @@ def state_of_parts(model: nn.Module, touched: Iterable[nn.Module | nn.Parameter]
 
 
 def in_order(*restores: Restore) -> Restore:
-    """Return a function that restores what several functions restore, one after the other."""
+    """Return a function that calls several functions that restore, one after the other."""
 
     def restore() -> None:
         for one in restores:

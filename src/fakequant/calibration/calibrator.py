@@ -21,7 +21,7 @@ from fakequant.numerics.spec import QuantSpec, as_spec
 
 
 class Observer(ABC):
-    """Collects what a method needs to know about a stream of tensors, in bounded memory.
+    """Collects statistics of a stream of tensors for a calibration method, in bounded memory.
 
     A subclass says in `update` what it collects. An observer that computes a range is a `Calibrator`.
     """
@@ -310,11 +310,11 @@ DEFAULT_METHOD = "mse"
 `python -m benchmarks.accuracy.methods`."""
 
 ALIASES = {"absmax": "max", "ema": "moving_average", "hist": "mse", "kl": "entropy", "minmax": "max"}
-"""What other libraries call these methods. A HistogramObserver of torch takes the range of least squared error."""
+"""Names of methods in other libraries. A HistogramObserver of torch takes the range of least squared error."""
 
 
 def find_method(method: str) -> str:
-    """The registered name of a method, or of another library's name for it, in any case; else a ConfigError.
+    """The registered name of a method, from this or another library's name in any case; a ConfigError if unknown.
 
     >>> find_method("KL")
     'entropy'
@@ -372,5 +372,5 @@ def check_options(cls: type[Any], options: Iterable[str], what: str) -> None:
 
 @cache
 def _options(cls: type[Any]) -> list[str]:
-    """The options of a class. A lookup takes 30 us, and every quantizer of a model needs one."""
+    """The options of a class, kept: a lookup takes 30 us, and every quantizer of a model needs it."""
     return [name for name in inspect.signature(cls).parameters if name != "spec"]

@@ -447,7 +447,7 @@ def _cells(fmt: Format, span: float, bins: int) -> tuple[int, Tensor] | None:
 
 
 def _span(spec: QuantSpec) -> float:
-    """Codes from 0.0 to the threshold, or over both sides where there is a zero point."""
+    """The distance in codes from 0.0 to the threshold; with a zero point, between both ends of the range."""
     return spec.format.bound if spec.symmetric else spec.format.quant_max - spec.format.quant_min
 
 

@@ -69,7 +69,7 @@ def joined(parts: Sequence[QParams]) -> QParams:
 
 
 def rows_are_apart(x: Tensor, spec: QuantSpec) -> bool:
-    """Whether no two rows of a tensor share a scale, an offset, or what these are stored by.
+    """Whether no two rows of a tensor share a scale, an offset, or a scale of scales or offsets.
 
     >>> rows_are_apart(torch.ones(2, 8), QuantSpec.parse("int4 per_block(-1:4) scale=float16"))
     True
@@ -96,7 +96,7 @@ def _better(x: Tensor, spec: QuantSpec, moments: Tensor | None) -> QParams:
 
 
 class _Store:
-    """How scales or offsets of groups are stored: their codes, and what groups share."""
+    """How scales or offsets of groups are stored: as codes, with shared scales or without."""
 
     def __init__(self, spec: ScaleSpec, groups: torch.Size) -> None:
         self.spec, self._shape = spec, groups
@@ -122,7 +122,7 @@ class _Store:
         return values if self.spec.shared is None else rounded(values, self.spec.shared)
 
     def codes(self, values: Tensor, shared: Tensor) -> Tensor:
-        """The nearest codes for wanted values."""
+        """The nearest codes for wanted scales or offsets, under shared scales."""
         if self.spec.format is None:
             return values
         return rounded(values / torch.where(shared == 0, torch.inf, shared), self.spec.format)

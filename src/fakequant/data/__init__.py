@@ -1,1 +1,1 @@
-"""What users pass in: batches, masks, progress, failures by name."""
+"""The data of users: batches, masks, progress, and errors that name the batch."""

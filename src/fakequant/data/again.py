@@ -28,7 +28,7 @@ from fakequant.restore import Restore, in_order, restore_after, set_to
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
 _ROOT = __name__.partition(".")[0]
 _WITHOUT_STATE = {*sys.stdlib_module_names, "torch", "numpy", _ROOT} - {"types"}
-"""Packages whose objects are not looked into: what they hold is no state of a model, or is known by its type."""
+"""Packages whose objects are not looked into: they hold no state of a model, or are handled by their type."""
 _VALUES = (Tensor, np.ndarray, torch.Generator)
 _MISSING = object()
 _LEAVES = (str, bytes, int, float, complex, type, type(None), FunctionType, MethodType, ModuleType)
@@ -226,7 +226,7 @@ def _written_keys(one: dict[Any, Any], value: dict[Any, Any]) -> tuple[Any, ...]
 
 
 def _is_same_item(one: Any, other: Any) -> bool:
-    """Whether two items are one object, or equal numbers: a forward may compute an attribute anew each time."""
+    """Whether two items are the same object, or equal numbers, because `forward` may compute an attribute each time."""
     return one is other or (type(one) is type(other) and isinstance(one, (int, float)) and repr(one) == repr(other))
 
 
@@ -357,7 +357,7 @@ def _kept(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class Runs:
-    """Runs models on the batches of one call, and knows what the runs write.
+    """Runs models on the batches of one call, and keeps a record of what the runs write.
 
     Attributes:
         written: by model, what the first run or the first pass changed, beside the batches.

@@ -41,7 +41,7 @@ class NamedMetric:
 
 
 def named(metric: Metric) -> NamedMetric:
-    """A metric with its name; that of a lambda is "metric".
+    """A metric with its name; a lambda gets the name "metric".
 
     >>> named(max).name, named(lambda model: 1.0).name
     ('max', 'metric')

@@ -272,7 +272,7 @@ class TokenMask:
         return [x[columns[place]] for place, x in zip(places, steps, strict=True) if columns[place].any()]
 
     def warn_unmasked(self) -> None:
-        """Warn once about inputs that the mask does not fit; a CalibrationError if it fits none."""
+        """Warn once about inputs that the mask does not fit; a CalibrationError if it fits no input."""
         if not self._whole:
             return
         shapes = [f"{module_name(layer_of(name))} {list(shape)}" for name, shape in self._whole.items()]
@@ -318,7 +318,7 @@ class _Unmasked:
 
 
 def _has_tokens(layer: nn.Module, x: Tensor, mask: Tensor) -> bool:
-    """Whether the leading axes of an input are those of the mask, and no other axis may be that of its tokens."""
+    """Whether the leading axes of an input are those of the mask, and no other axis may be the tokens."""
     if isinstance(layer, SpatialLayer) or x.dim() < 3 or x.shape[:2] != mask.shape:
         return False  # a convolution has channels where other layers have tokens
     others = x.shape[2:-1] if is_linear(layer) or isinstance(layer, Recurrent) else x.shape[2:]
@@ -393,7 +393,7 @@ class Batches:
 
     @property
     def calls_once(self) -> bool:
-        """Whether a batch is one call of the model, and not what a user's function makes of it."""
+        """Whether a batch is one call of the model, which is not sure under a user's `forward`."""
         return isinstance(self.call, partial) and self.call.func is run_batch
 
     def tracked(self, what: str) -> Iterator[Any]:
@@ -724,7 +724,7 @@ def say(text: str) -> None:
 
 
 def tell(text: str, shown: bool | None = None) -> None:
-    """Say a line where `track` would show a bar or tell counts."""
+    """Print or pass on a line, as `say` does, where `track` would show a bar or pass on counts."""
     if shown or (shown is None and (_COUNTS.get() or sys.stderr.isatty() or "ipykernel" in sys.modules)):
         say(text)
 

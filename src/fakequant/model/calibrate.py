@@ -62,7 +62,7 @@ class CalibratorByValue(Calibrator):
         return CalibratorByValue(self.by_value, [make() for _ in self.bins])
 
     def observe(self, x: Tensor) -> None:
-        """Show x to the calibrator of the call's bin; where rows have different bins, each row to that of its bin."""
+        """Show x to the calibrator of the bin of this call; rows of different bins go to different calibrators."""
         bins = self.by_value.now()
         if bins is None:
             raise CalibrationError(f"called without {self.by_value.name}: batches go through the model as a whole")
@@ -209,7 +209,7 @@ def reading(model: nn.Module) -> Iterator[Callable[[ByValue], None]]:
 
 
 def calibrators_of(by_value: ByValue | None, make: Callable[[], Calibrator]) -> Calibrator:
-    """A calibrator, or one for each bin of a value."""
+    """A calibrator, or with `by_value` a `CalibratorByValue` with a calibrator for each bin."""
     return make() if by_value is None else CalibratorByValue(by_value, [make() for _ in range(by_value.count)])
 
 
@@ -226,7 +226,7 @@ def follow_values(model: nn.Module) -> None:
 
 
 def set_range_of(quantizer: Quantizer, calibrator: Calibrator | None, range: Range) -> None:
-    """Give a quantizer the range that its calibrator found, or those of all bins."""
+    """Give a quantizer the range that its calibrator found, or the ranges of all bins."""
     if not isinstance(calibrator, CalibratorByValue):
         quantizer.set_range(range)
         return

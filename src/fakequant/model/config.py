@@ -40,7 +40,7 @@ ALIASES = {
     "NVFP4A16": "NVFP4_WEIGHT_ONLY",
     "NF4": "NF4_WEIGHT_ONLY",
 }
-"""What other libraries call these presets."""
+"""Names of presets in other libraries, and the presets here."""
 
 
 def find_preset(name: str) -> Any:
@@ -94,7 +94,7 @@ _NO_AXIS = 1 << 30  # of no tensor
 
 @dataclass(frozen=True)
 class TensorConfig:
-    """How one tensor of a layer is quantized: a specification, and whether its range is dynamic, by each tensor.
+    """How one tensor of a layer is quantized: a specification, and whether the range is dynamic, new for each tensor.
 
     >>> print(TensorConfig("int8 per_token", dynamic=True))
     int8 per_token dynamic
@@ -273,7 +273,7 @@ class Rule:
 
     @property
     def functions(self) -> frozenset[str]:
-        """The canonical names of the functions that the rule speaks of; none where it speaks of layers."""
+        """The canonical names of the functions that the rule is for; empty for a rule for layers."""
         return canonical_ops(self.ops)
 
     def matches_any(self, names: Iterable[str], module: nn.Module) -> bool:
@@ -316,7 +316,7 @@ TABLES = Rule(layers=("Embedding", "EmbeddingBag"), optional=True, tied=True)
 
 @dataclass(frozen=True)
 class Config:
-    """A named list of rules; of the rules that match a layer the last one holds.
+    """A named list of rules; of the rules that match a layer the last is used.
 
     Args:
         name: for messages and reports; rules in its place get the name "own rules".
@@ -349,7 +349,7 @@ class Config:
         return replace(self, rules=self.rules + rules)
 
     def for_model(self, model: nn.Module) -> Config:
-        """The configuration itself; a `ModelConfig` returns one with the rules that it makes for a float model."""
+        """The configuration itself; a `ModelConfig` adds the rules that follow from a float model."""
         return self
 
     @property

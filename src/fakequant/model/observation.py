@@ -1,4 +1,4 @@
-"""One call of `calibrate`: batches go through the model, and its calibrators see them."""
+"""One call of `calibrate`: batches go through the model, and calibrators see the inputs of its layers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Unseen:
         self.model, self.inputs = job.model, job.inputs
 
     def settle(self, unseen: str) -> list[str]:
-        """Decide what becomes of the layers; returns the paths of those that calibration leaves in float.
+        """Warn of the layers or raise, as `unseen` says; returns the paths of layers that calibration leaves in float.
 
         Raises:
             CalibrationError: layers that need data and saw none, unless `unseen` says what becomes of them.
@@ -123,7 +123,7 @@ class Unseen:
         return [*read, *sorted(expected)]
 
     def say_read(self, left: list[str]) -> None:
-        """Warn of layers that are called, and whose weight another module uses in float, too; not of those `left`."""
+        """Warn of layers, except those in `left`, that are called and whose weight another module uses in float."""
         read: dict[str, str] = {}
         for name, path in self.job.read.items():
             layer, held = self.model.get_submodule(name), self.model.get_submodule(path)._parameters.values()
@@ -137,7 +137,7 @@ class Unseen:
             warn_user(f"{text}. {cure}", CoverageWarning)
 
     def settle_zeros(self, unseen: str, ranges: dict[str, Range]) -> list[str]:
-        """Decide what becomes of inputs that were zero in every batch, and take those without a range out of `ranges`.
+        """Warn of inputs that were zero in every batch; take them out of `ranges`, or give them ranges of siblings.
 
         Returns:
             The paths of the layers that are left in float.
@@ -360,7 +360,7 @@ class ProcessPart(NamedTuple):
     """The result of one process of a calibration."""
 
     task: list[str]
-    """What the process calibrates and how; the same on all processes."""
+    """Lines on the quantizers and methods of the process, which must be equal in all processes."""
     states: dict[str, dict[str, Tensor]]
     """The states of the input calibrators by name; empty if one process calibrates alone."""
     called: set[str]

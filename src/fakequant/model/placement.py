@@ -100,9 +100,9 @@ class Target:
 POOLS = frozenset(f"{kind}_pool{n}d" for kind in ("avg", "adaptive_avg") for n in (1, 2, 3))
 ATTENTION = frozenset({"scaled_dot_product_attention"})
 ATTENTION_LAYER = "multi_head_attention_forward"
-"""What `nn.MultiheadAttention` calls: its projections, both products and the softmax in one function."""
+"""The function that `nn.MultiheadAttention` calls: projections, both products and the softmax in one."""
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-"""What the recurrent layers call, for a whole sequence."""
+"""The functions that the recurrent layers call, for a whole sequence."""
 
 
 def moves() -> frozenset[str]:
@@ -428,7 +428,7 @@ class _Planner:
         return config is not None
 
     def _is_quantized_after(self, value: int) -> bool:
-        """Whether all that use a value get it quantized, by quantizers that the engine moves to the value."""
+        """Whether all functions that read a value get it quantized, by quantizers that an engine moves to the value."""
         moved = self.target.moved_back
         through = self.target.keeps if moved is None else moved
         waiting, seen = [value], {value}
@@ -548,7 +548,7 @@ def _own_product(path: str, weight: int, recording: Recording) -> str | None:
 
 
 def _moved_from(value: int, recording: Recording) -> int:
-    """The value from which functions that only move values made another, such as the weight behind its transpose."""
+    """The value at the start of a chain of functions that only move values, as the weight behind its transpose."""
     producer = recording.values[value].producer
     while producer is not None and has(recording.calls[producer].function, Trait.CODES):
         value = recording.calls[producer].inputs[0]

@@ -217,7 +217,7 @@ def _foreign_codes(module: nn.Module) -> str | None:
 
 
 def with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Config | str]) -> Config:
-    """A configuration with rules for what stays in float, and for what other presets quantize.
+    """A configuration with rules for `skip`, what stays in float, and `rules`, what other presets quantize.
 
     Raises:
         ConfigError: `skip` or `rules` is of another type, or a preset is unknown.
@@ -239,7 +239,7 @@ def with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Con
 
 
 def _functions_in(pattern: str) -> tuple[str, ...]:
-    """The functions whose calls a pattern names, as "block._sites.add_0" does; none where it is of layers."""
+    """The functions whose calls a pattern such as "block._sites.add_0" names; empty for a pattern of layers."""
     if not isinstance(pattern, str) or SITES not in pattern.split("."):
         return ()
     call = pattern.rpartition(".")[2]

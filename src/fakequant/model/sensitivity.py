@@ -189,11 +189,11 @@ class Sensitivity:
 
 
 _SEVERAL, _COSTS = 3, 20.0
-"""As many layers as are compared at least, and the dB below which a layer costs much."""
+"""The least number of layers that are compared, and the dB below which a layer costs much."""
 
 
 class Sensitivities(list[Sensitivity]):
-    """What `sensitivity` found, the worst layer first; prints as a table.
+    """The result of `sensitivity`, a list with the worst layer first; prints as a table.
 
     Attributes:
         in_decibels: whether the values are dB of signal to quantization noise, the default metric.
@@ -205,9 +205,9 @@ class Sensitivities(list[Sensitivity]):
 
     @property
     def line(self) -> str:
-        """The one that costs more than all others together, and the argument that leaves it in float; "" without one.
+        """A line on the layer that costs more than all others together, and how to leave it in float; "" if none does.
 
-        It is said below 20 dB alone, where its error has 1 % of the output's energy.
+        Only for a layer below 20 dB, whose error has 1 % of the output's energy.
         """
         if not self.in_decibels or len(self) < _SEVERAL or self[0].value >= _COSTS:
             return ""

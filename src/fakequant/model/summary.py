@@ -1,4 +1,4 @@
-"""What a prepared model computes, layer by layer; what it leaves in float, and why; and modules easily lost."""
+"""Which layers of a prepared model are quantized, which stay in float, and why; and modules that are easily lost."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def left_in_float(
     products: Sequence[Operation] = (),
     computed: Collection[nn.Parameter] = (),
 ) -> Left | None:
-    """What of a prepared model could be quantized and is not; None if nothing.
+    """The modules and products of a prepared model that could be quantized and are not; None if there are none.
 
     Layers with a quantized form that no rule takes are in float on purpose, too.
 
@@ -276,7 +276,7 @@ def unquantized(
 
 
 def left_of(model: nn.Module, recording: Recording) -> list[Operation]:
-    """What `unquantized` returns, for a recorded run."""
+    """The operations that `unquantized` returns, for a recorded run."""
     if (hidden := scripted(model, set())) is not None:
         warn_user(hidden, CoverageWarning)
     return [operation for operation in operations_of(recording) if not operation.quantized]
@@ -362,7 +362,7 @@ def warn_unregistered(model: nn.Module) -> None:
 
 
 def _held(value: Any, path: str, known: set[int]) -> dict[str, nn.Module]:
-    """The modules in a value that are not known yet, by path; what was looked at becomes known."""
+    """The modules in a value whose ids are not in `known`, by path; their ids are added to `known`."""
     if isinstance(value, nn.Module):
         new = {} if id(value) in known else {path: value}
         known |= {id(part) for part in value.modules()}
@@ -395,7 +395,7 @@ class LayerSummary:
     why_never_called: str | None = None
     """Why the model does not call the layer with the example; None if it does, or without an example."""
     gradient: str = ""
-    """How its gradients are quantized; empty where they are in float."""
+    """How the gradients of the layer are quantized; empty where they are in float."""
 
     @property
     def state(self) -> str:
@@ -407,7 +407,7 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """What `summary` found; prints as a table."""
+    """The result of `summary`; prints as a table."""
 
     layers: list[LayerSummary]
     unquantized: list[Operation] | None = None
@@ -494,7 +494,7 @@ class Summary:
 
 @accepts_wrapped_model
 def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = None) -> Summary:
-    """What of a model is quantized, how, and whether it is calibrated; with an example also what was left in float.
+    """The quantized layers of a model, how, and if they are calibrated; with an example also the operations in float.
 
     Args:
         model: a prepared model.
@@ -567,7 +567,7 @@ def _is_of_output(quantizer: str) -> bool:
 
 
 def _joined(texts: list[str]) -> str:
-    """Texts in one cell; if there are many, equal ones once with their number."""
+    """Texts joined in one cell; of more than two, equal texts are written once, with their number."""
     if len(texts) <= 2:
         return ", ".join(texts)
     return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in Counter(texts).items())

@@ -123,7 +123,7 @@ def exact_products() -> Iterator[None]:
 
 
 def score_of(metric: Metric, model: nn.Module) -> float:
-    """What a metric gives for a model in eval mode, without gradients, with each weight quantized once."""
+    """The value of a metric for a model in eval mode, without gradients, with each weight quantized once."""
     with evaluating(model), cached_weights(model), torch.no_grad():
         return measured(metric, model)
 
@@ -302,7 +302,7 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
 
 
 def give_range(weight: Product, range: Range, method: str | None = None) -> None:
-    """Set the range of a weight's quantizer. A weight that is zero as a whole gets none: its scale follows it.
+    """Set the range of a weight's quantizer. A weight of zeros gets no range: its scale follows the weight.
 
     By a fixed scale training cannot move what is zero. Channels and groups of zeros have the range of the others, see
     `fill_empty_groups`: the row of a table for padding, pruned channels, a part that starts at zero.
@@ -436,7 +436,7 @@ def raise_scales(model: nn.Module) -> list[str]:
 
 
 def warn_raised(paths: list[str]) -> None:
-    """Say, in one line, which weights got other scales when they were exported."""
+    """Warn, in one line, of weights whose scales were raised for an export."""
     if paths:
         warn_user(
             f"the scales of {len(paths)} weights were raised, in the model, too: {', '.join(paths)}. Channels that are "

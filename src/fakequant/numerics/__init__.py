@@ -1,1 +1,1 @@
-"""What a result is: formats, granularities, specifications and the reference, in plain torch."""
+"""The definition of results: formats, granularities, specifications and the reference, in plain torch."""

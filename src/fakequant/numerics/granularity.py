@@ -28,7 +28,7 @@ class Granularity(ABC):
     """Which elements share a scale: blocks of neighbours of a given size along each axis."""
 
     keeps_whole_axes: ClassVar[bool] = False
-    """Whether each axis has one scale or one for each element; the shape of scales then tells whether they fit."""
+    """Whether each axis has a single scale or a scale for each element; the shape of scales then shows if they fit."""
 
     @abstractmethod
     def block_shape(self, shape: Shape) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class Granularity(ABC):
         return tuple(-(-n // b) if b else 1 for n, b in zip(shape, self.block_shape(shape), strict=True))
 
     def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
-        """Shapes in which scales may be given; the first is the one that broadcasts."""
+        """The accepted shapes of scales; the first one broadcasts."""
         return [self.group_shape(shape)]
 
     def remap_axes(self, axes: Mapping[int, int]) -> Granularity:

@@ -108,7 +108,7 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
 
 
 def is_concrete(*tensors: object) -> bool:
-    """Whether the tensors among these are plain ones in plain eager execution, so that their values may be looked at.
+    """Whether the tensors among the arguments are plain tensors in plain eager execution, so that values may be read.
 
     It is false where something watches (see `is_plain_eager`), and for three kinds of tensors: subclasses; the batches
     of `torch.autograd.grad(..., is_grads_batched=True)`, which are neither subclasses nor a function transform's; and
@@ -366,7 +366,7 @@ def _check_has_values(name: str, value: Tensor, x: Tensor) -> None:
 def as_tensors(
     scale: Number, zero_point: Number | None, x: Tensor, spec: QuantSpec
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Scale and zero point as tensors; None where `checked_params`, or a check before it, will say what is wrong."""
+    """Scale and zero point as tensors; None if they are wrong, which `checked_params` or an earlier check reports."""
     if isinstance(scale, Tensor) and (zero_point is None or isinstance(zero_point, Tensor)):
         return scale, zero_point
     if not isinstance(x, Tensor) or x.dtype not in FLOATING or (zero_point is not None and spec.symmetric):
@@ -379,7 +379,7 @@ def as_tensors(
 
 
 def _made_tensor(value: Number, dtype: torch.dtype) -> Tensor | None:
-    """A tensor as it is, a number as a tensor; None for all else, and for a number that would become 0 or infinite."""
+    """A number as a tensor, a tensor as it is; None for other types, and for numbers that become 0 or infinite."""
     if isinstance(value, Tensor):
         return value
     value = _plain_number(value)
@@ -392,7 +392,7 @@ def _made_tensor(value: Number, dtype: torch.dtype) -> Tensor | None:
 
 
 def _plain_number(value: Number) -> Number:
-    """A number of NumPy, or in a NumPy array without axes, as a number of Python; all else as it is."""
+    """A number of NumPy, or a NumPy array without axes, as a number of Python; other values as they are."""
     return value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
 
 

@@ -251,7 +251,7 @@ SEARCHED = range(-4, 7)
 
 
 def choose(x: Tensor, spec: QuantSpec) -> QParams:
-    """The parameters that x itself gives, see `qparams.choose_qparams` and `ScaleRounding`."""
+    """Scale and zero point from the values of x, see `qparams.choose_qparams` and `ScaleRounding`."""
     return choose_from(x, None, spec)
 
 
@@ -316,7 +316,7 @@ def _sums(values: Tensor, granularity: Granularity) -> Tensor:
 
 
 def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """The values that x becomes: encoded, then decoded; shape and dtype of x."""
+    """The values of x after encoding and decoding, in the shape and dtype of x."""
     b = _to_encode(x, params, spec)
     values = _decode(_encode(b, spec).clamped, b.scale, b.zero_point, spec)
     return unblocked(values, x.shape, spec.granularity.block_shape(x.shape)).to(x.dtype)

@@ -150,7 +150,7 @@ class ScaleSpec:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every scale is exactly a number of its format, and may be 0."""
+        """Whether every scale is exactly a number of the format, or such a number times the shared scale; may be 0."""
         powers = isinstance(self.format, ExponentFormat)
         return self.format is not None and not powers and (self.granularity is None) == (self.shared is None)
 

@@ -41,7 +41,7 @@ class Arithmetic(Enum):
 
     @property
     def has_two_scales(self) -> bool:
-        """Whether codes are made by another scale than the one that gives their values."""
+        """Whether values are encoded with another scale than codes are decoded with."""
         return self in (Arithmetic.Q8_0, Arithmetic.Q8_K)
 
 
@@ -58,8 +58,8 @@ class Gradient(Enum):
     IDENTITY = "identity"
     """Everywhere."""
     CLIP = "clip"
-    """Where the input lies between the values of the lowest and the highest code; at and beyond them it passes to scale
-    and zero point, which get none from anywhere else: PACT, arXiv 1805.06085.
+    """Where the input lies between the values of the lowest and the highest code; at and beyond these the gradient goes
+    to scale and zero point, which get none from other inputs: PACT, arXiv 1805.06085.
     """
 
 

@@ -1,1 +1,1 @@
-"""One recorded run of a model, and questions to it."""
+"""One recorded run of a model, and queries on the recording."""

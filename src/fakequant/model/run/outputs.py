@@ -282,7 +282,7 @@ class OutputDistance:
             raise ConfigError("the model gives no floats, so that its outputs have no error; measure it by a metric=")
 
     def of(self, model: nn.Module) -> Distance:
-        """The distance of another model, or of the same one as it is now."""
+        """The distance of a model's present outputs from the float outputs."""
         found = Distance()
         with cached_weights(model), self.batches.one_pass(model):
             for wanted, outputs in zip(self._wanted, self._outputs(model), strict=True):
@@ -382,7 +382,7 @@ class _WholeRecorder(Recorder):
     def __init__(self, model: nn.Module) -> None:
         self.followed: CodeType | None = None
         self.ended: dict[str, ModuleCall] = {}
-        """The last call of each module that its hooks have not seen."""
+        """The last call of each module, by path, until the hooks of the module have seen its result."""
         super().__init__(model)
 
     @contextmanager

@@ -38,12 +38,12 @@ QUANTIZER, FAKE_QUANTIZE = "quantizer", "fake_quantize"
 """The names of recorded calls that quantize: by a quantizer of a prepared model, and by functions of this package."""
 QUANTIZED = frozenset({QUANTIZER, FAKE_QUANTIZE})
 EXTREME = 1e4
-"""The size of numbers from which on they may be those of a mask: older models of transformers add -10000."""
+"""The magnitude from which on a number may belong to a mask: older models of transformers add -10000."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """One state of a tensor: a function that writes to a tensor makes a new one.
+    """One state of a tensor: a function that writes to a tensor makes a new value.
 
     Attributes:
         number: by which calls name it.
@@ -105,7 +105,7 @@ class FunctionCall:
 
     @property
     def is_product(self) -> bool:
-        """Whether it computes a product: an `einsum` of one tensor does not."""
+        """Whether the call computes a product: an `einsum` of one tensor does not."""
         return bool(self.factors)
 
     @property
@@ -138,7 +138,7 @@ class ModuleCall:
 
 
 class RunStep(Enum):
-    """What happens in a run: see `Recording.steps`."""
+    """The kind of a step of a run: see `Recording.steps`."""
 
     CALL = auto()
     ENTER = auto()
@@ -465,7 +465,7 @@ def is_number(tensor: torch.Tensor) -> bool:
 
 
 def factors_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The factors among the arguments of a product, without its bias, its mask and what it adds.
+    """The factors among the arguments of a product, without bias, mask and summands.
 
     >>> bias, matrix, vector = torch.ones(2), torch.ones(2, 3), torch.ones(3)
     >>> [list(factor.shape) for factor in factors_of(torch.addmv, "addmv", (bias, matrix, vector), {})]
@@ -659,7 +659,7 @@ class _NeighborWalk:
             self._made[one.output] = module
 
     def _take(self, values: tuple[int, ...], *, followed: bool) -> nn.Module | None:
-        """The maker of the first value, if it is followed; the others are read elsewhere."""
+        """The maker of the first value, if that is `followed`; all other values are noted as read elsewhere."""
         maker = self._made.get(values[0]) if followed and values else None
         self.read(values if maker is None else values[1:])
         return maker

@@ -237,7 +237,7 @@ def check_attributes(model: nn.Module) -> None:
 
 
 def give_memory(model: nn.Module) -> bool:
-    """Replace the tensors of a model on the meta device by empty ones; those that share memory still do.
+    """Replace the meta tensors of a model by empty tensors with memory; tensors that share memory still do.
 
     Returns:
         whether there were any.

@@ -1,4 +1,4 @@
-"""What is quantized in a model, and how: plain data about its layers and functions, and their form in JSON."""
+"""A plan: plain data on which layers and functions of a model are quantized, and how, and its form in JSON."""
 
 from __future__ import annotations
 
@@ -199,11 +199,11 @@ class QuantizerEntry:
 
     @property
     def is_static(self) -> bool:
-        """Whether its scale is fixed."""
+        """Whether the scale of the quantizer is fixed, neither learned nor dynamic."""
         return self.learned is None and not self.tensor.dynamic
 
     def make_by_value(self) -> ByValue | None:
-        """What chooses among several ranges; None for a single range."""
+        """The object that chooses among several ranges; None for a single range."""
         return None if self.by_value is None else ByValue(self.by_value.by, self.by_value.boundaries)
 
     def make_learned(self) -> LearnedRange | None:
@@ -223,8 +223,8 @@ class TransformEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One layer: its float class by name, its quantizers by attribute, the transform of its input if it has one, and
-    how its gradients are quantized, if they are."""
+    """One layer: its float class by name, its quantizers by attribute, the transform of its input or None, and how
+    gradients are quantized; None leaves them in float."""
 
     type: str
     execution: Execution = field(default=Execution.SIMULATE, metadata=ALWAYS, kw_only=True)
@@ -244,8 +244,8 @@ class SiteQuantizerEntry(QuantizerEntry):
 
 @dataclass(frozen=True)
 class SiteEntry:
-    """One call of a function: its operands, those that are parameters of the owner, the quantizers by operand, and how
-    its gradients are quantized, if they are."""
+    """One call of a function: its operands, the parameters of the owner among them, the quantizers by operand, and how
+    gradients are quantized; None leaves them in float."""
 
     operands: list[str]
     weights: dict[str, str] = field(default_factory=dict, metadata=ALWAYS, kw_only=True)

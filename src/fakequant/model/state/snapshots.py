@@ -219,7 +219,7 @@ def snapshot(model: nn.Module) -> QuantizedState:
 
 
 class LiveTensors(LazyTensors):
-    """The state dict of a model without tied names; what is offloaded or sharded is fetched at each access.
+    """The state dict of a model without tied names; offloaded and sharded tensors are fetched at each access.
 
     Args:
         shared: tied names.
@@ -417,7 +417,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 Tensors = Mapping[str, Tensor | LazyTensor]
 Content = bytes | Tensors | Path | Iterable[bytes | memoryview]
-"""What a file holds: bytes, tensors by name, the path of a file to copy, or parts that are made one after the other."""
+"""The content of a file: bytes, tensors by name, the path of a file to copy, or parts made one after the other."""
 Files = Mapping[str, Content]
 _TENSORS = ".safetensors"
 _COPIED = 1 << 18
@@ -451,7 +451,7 @@ def register_codec(
     encode: Callable[[QuantizedState], Files],
     decode: Callable[[Mapping[str, bytes | Mapping[str, Tensor]]], QuantizedState],
 ) -> None:
-    """Add a format to `save(model, folder, format=name)` and `load`; one of the same name is replaced.
+    """Add a format to `save(model, folder, format=name)` and `load`; a format of the same name is replaced.
 
     The content of a file is bytes; of one whose name ends in ".safetensors" it is its tensors by name. It may also be
     the path of a file to copy, or an iterable of bytes.
@@ -518,7 +518,7 @@ def decoded(name: str, folder: Path) -> QuantizedState:
 def write_folder(
     folder: Path, files: Files, check: Callable[[], object] = lambda: None, *, progress: bool | None = False
 ) -> None:
-    """Write the files of a codec whole, the last one last; others in the folder stay.
+    """Write the files of a codec, each whole or not at all, in their order; other files in the folder stay.
 
     One process at a time writes to a folder. The old files go before the first new one comes, so that a process that
     dies leaves all old files, all new ones, or a folder that lacks the last one.

@@ -1,4 +1,4 @@
-"""Train a quantized model towards what a float model computes."""
+"""Train a quantized model towards the outputs of a float model."""
 
 from __future__ import annotations
 

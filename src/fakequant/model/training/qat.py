@@ -280,7 +280,7 @@ def scheduler(optimizer: Optimizer, schedule: Schedule, steps: int) -> LambdaLR:
 
 @dataclass(frozen=True)
 class Options:
-    """What `finetune` does in addition to the schedule.
+    """The options of `finetune` beside the schedule.
 
     Args:
         scales: when scales may move.
@@ -465,7 +465,7 @@ def _loss(
 
 
 def _outputs(model: nn.Module, batch: Any, *, loss: Loss | None, targets: str, inputs: Inputs | None) -> Any:
-    """What a model returns for a batch; without a loss it gets the targets too."""
+    """The outputs of a model for a batch; with `loss` None the model gets the targets, too."""
     if loss is None:
         try:
             return run_batch(model, batch, inputs=inputs)

@@ -51,8 +51,8 @@ class Scales(Enum):
     """At every step, by gradient: LSQ or another method, see `Quantizer.learn`. The gradient of a scale comes from the
     rounding error: a frozen weight that already has the values of its codes gives none."""
     ONLY = "only"
-    """As LEARNED, with fixed codes of weights, for example those of `fakequant.ptq.reconstruct`: the derivative of a
-    weight by its scale is its code. `finetune` and `Training` train nothing else, and end with fixed scales."""
+    """As LEARNED, with fixed codes of weights, for example those of `fakequant.ptq.reconstruct`, which the gradients of
+    scales take as constants. `finetune` and `Training` train nothing else, and end with fixed scales."""
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
@@ -163,7 +163,7 @@ def _fix_codes(model: nn.Module) -> list[Quantizer]:
 
 
 def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
-    """Take static ranges of weights that have none yet, or all of them anew, from the weights as they are now."""
+    """Set the static ranges of weights that have no range, or with `anew` all of them, from the present weights."""
     for name, weight in quantized_weights(model).items():
         quantizer = weight.quantizer
         if quantizer.dynamic or quantizer.is_zero_weight:
@@ -415,7 +415,7 @@ class Training:
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the state of the model, as values for JSON."""
+        """The settings and the epoch, as values for JSON, for a checkpoint beside the state of the model."""
         teacher = self._distillation
         if teacher is not None and "teacher" not in self._settings:
             held = teacher.teacher if isinstance(teacher.teacher, nn.Module) else None

@@ -44,7 +44,7 @@ class Neighbours(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """What a kernel needs to know about a format: its bounds and the spacing of its values.
+    """The data of a format for kernels: its bounds and the spacing of its values.
 
     `mantissa_bits` is None for the integers (spacing 1 everywhere); otherwise the spacing at 2**e is
     2**(max(e, min_exponent) - mantissa_bits). `table` is given if no such rule holds.
@@ -609,7 +609,7 @@ class ExponentFormat(Format):
 
     @property
     def exponent_bias(self) -> int:
-        """What is added to an exponent to get its code; also the largest exponent."""
+        """The bias: added to an exponent, it gives the code; also the largest exponent."""
         return (1 << self.exponent_bits - 1) - 1
 
     @property
