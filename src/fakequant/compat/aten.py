@@ -1,8 +1,8 @@
 """torch's fake-quantization functions, with torch's signatures and errors, computed by this package.
 
 Finite inputs give torch's bits: values, masks and gradients. torch's faults are not copied (NaN becomes a number,
-infinity the lowest code), and codes beyond 2^24 are refused; docs/compat-aten.md and
-docs/notes/differences.md list every difference.
+infinity the lowest code), and codes beyond 2^24 are refused; docs/compat-aten.md and docs/notes/differences.md list
+every difference.
 
 Source: pytorch, aten/src/ATen/native/quantized/FakeQuantPer{Tensor,Channel}Affine.cpp and cpu/kernels/
 QuantizedOpKernels.cpp.
@@ -364,7 +364,7 @@ def _call(x: Tensor, scale: Tensor, zero_point: Tensor, codes: CodeRange, *, add
 
 
 def _one(name: str, value: Tensor) -> Tensor:
-    """A tensor of one element as a 0-d tensor; raises CallError for others."""
+    """A tensor of one element as a 0-d tensor; raises CallError for another number of elements."""
     if value.numel() != 1:
         raise CallError(f"{name} has shape {list(value.shape)}; expected one element, or use the function per channel")
     return value.reshape(())

@@ -3,7 +3,7 @@
 Source: the ONNX operators QuantizeLinear and DequantizeLinear: 8-bit integers since opset 10, float8 since 19, 4-bit
 and 16-bit integers and blocks since 21, float4 since 23, scales in E8M0 since 24, float6 since 28. The scale is one
 value, a vector along one axis, or one value per block of one axis. Formats that ONNX Runtime does not run are computed
-by `export.portable` in `Style.PORTABLE`, and use their own element types in the other styles.
+by `export.loops` in `Style.PORTABLE`, and use their own element types in the other styles.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class SiteCheck:
 
     @property
     def limits(self) -> list[Tensor]:
-        """The smallest and the largest result of an activation with one constant scale; else []."""
+        """The smallest and the largest result of an activation with a single constant scale; else []."""
         if self.record.parameters is not Parameters.CONSTANT or math.prod(self.record.groups) != 1:
             return []
         with self._fitting():
@@ -321,9 +321,9 @@ class SiteCheck:
 
 
 _MOST_ELEMENTS = 2**29 - 2**20
-"""The float32 weights that one protobuf message can hold."""
+"""The most float32 weights that a protobuf message can hold."""
 _NO_LOSS = 100.0
-"""SQNR in dB: sums in another order reach it, a step of 16 bits does not."""
+"""The SQNR in dB that sums in another order reach, but a difference of one 16-bit step does not."""
 
 _RESTORING = (
     SessionOptions(
@@ -340,7 +340,7 @@ _RESTORING = (
 
 
 class Deployed:
-    """Runs a file in ONNX Runtime's default session, and a copy without rounding, to measure what each costs."""
+    """Runs a file in ONNX Runtime's default session, and a copy without rounding, to compare their outputs."""
 
     def __init__(
         self, model: ModelProto, checks: Sequence[SiteCheck], report: VerifyReport, step: float | None
@@ -595,7 +595,7 @@ class _Pass:
         def quantized(quantizer: Quantizer, x: Tensor) -> Tensor:
             with _disable_current_modes():
                 own = partial(type(quantizer).forward, quantizer, x)
-                # Of one that has parameters alone torch's, which the file has bit for bit.
+                # A quantizer of constant parameters keeps torch's result, which the file has bit for bit.
                 return self._result(quantizer, x, own) if quantizer in spans.order else self._moved(own())
 
         has_functions = any(not isinstance(module, Quantizer) for module in spans.order)

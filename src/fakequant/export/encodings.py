@@ -342,7 +342,7 @@ class _Split:
         return None
 
     def finish(self) -> dict[str, str]:
-        """Write the graph without the quantizers; returns those whose tensor is also read in float, with the reason."""
+        """Write the graph without quantizers; returns quantizers whose tensor is also read in float, with reasons."""
         from onnx import helper
 
         graph = self._proto.graph

@@ -28,7 +28,9 @@ LEAST = 20.0
 
 @dataclass(frozen=True)
 class EngineFile:
-    """The file that `export_executorch`, `_litert`, `_coreml` or `_coreai` wrote; prints as a sentence.
+    """The file that `export_executorch`, `export_litert`, `export_coreml` or `export_coreai` wrote.
+
+    It prints as a sentence.
 
     Attributes:
         path: the file, or the folder of a package.
@@ -87,7 +89,7 @@ def counted(names: dict[str, int]) -> str:
 
 @contextmanager
 def as_simulated(model: nn.Module) -> Iterator[None]:
-    """A context for a run of a model in eval mode without gradients, which leaves the model as it was."""
+    """A context for running a model in eval mode without gradients, after which its state is restored."""
     with restore_after(state_before(model)), evaluating(model), torch.no_grad():
         yield
 

@@ -14,7 +14,7 @@ Formats that ONNX Runtime cannot store, computed exactly in float32:
 Scales from the range of a tensor, for symmetric specifications: torch computes scales in their own format with frexp
 and the bits of numbers, which ONNX lacks. The exported graph has one opaque node for them, `fakequant::ChooseScale`,
 which is replaced here. The replacement has the same operations as torch, except for powers of two: these are found by a
-binary search over thresholds (`steps`), or with Cast in the styles that have the type E8M0 (`scales`).
+binary search over thresholds (`look_up`), or with Cast in the styles that have the type E8M0 (`trt.powers_of_two`).
 
 A recurrent layer in one direction is a `Scan`: one node for any number of steps, whose body is one step. The states
 before the steps and their quantized values are outputs of the node, so that each can be verified.

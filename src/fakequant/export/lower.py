@@ -12,8 +12,8 @@ The replacement is exact. With the scale s, the zero point z and the codes lo to
 
 * Quantizers of one tensor with equal scales and zero points share their nodes.
 * If blocks divide an axis, Gather repeats the scales so that they broadcast with x in a product or a bound.
-* `portable` expresses formats that ONNX Runtime cannot store, `scales` expresses scales with their own format, `ranges`
-  computes scales from the tensor, and `trt` has the operators that only TensorRT's parser reads.
+* `export.loops` has the formats that ONNX Runtime cannot store and computes scales from the tensor. `export.trt` has
+  scales with their own format and the operators that only TensorRT's parser reads.
 
 There is one exception: integers and floats of 4 and 6 bits have no code for NaN. ONNX Runtime returns the lowest
 integer, while torch keeps NaN.

@@ -345,7 +345,7 @@ class Lowering:
             same = all(getattr(over.meta["val"], of) == getattr(result.meta["val"], of) for of in ("shape", "dtype"))
             near = [one for one in {over, result, *over.users, *result.users} - {node} if one.op == "call_function"]
             schemas = [getattr(one.target, "_schema", None) for one in near]
-            # What gives a view or writes shares memory; so may what is no operator of torch.
+            # Views and in-place operators share memory; functions that are no operators of torch may share it, too.
             shares = any(one is None or any(a.alias_info is not None for a in one.arguments) for one in schemas)
             if over.op != "call_function" or not same or shares:
                 continue

@@ -119,7 +119,7 @@ def _tokenizer_of(model: Any) -> Any:
 
 
 def _kind_of(data: Mapping[str, Any]) -> tuple[str, str]:
-    """llama.cpp's names of the kind of tokenizer and of its pre-tokenizer; CheckpointError for unknown ones."""
+    """llama.cpp's names of the tokenizer and its pre-tokenizer; raises CheckpointError for unknown tokenizers."""
     model = data["model"]
     if model["type"] != "BPE":
         raise CheckpointError(f"the tokenizer is a {model['type']!r:.80}; files are written for BPE alone")

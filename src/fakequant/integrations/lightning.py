@@ -41,7 +41,7 @@ class LightningQATCallback(Training, _lightning.Callback):
             return
         owner = next(cls for cls in type(pl_module).__mro__ if "forward" in vars(cls))
         part, name = pl_module, self.module
-        # That of lightning or pytorch_lightning has a `forward` that does nothing.
+        # The base class of lightning or pytorch_lightning has a `forward` that does nothing.
         if name is None and owner.__name__ == "LightningModule":
             parts = [name for name, part in pl_module.named_children() if any(True for _ in part.parameters())]
             if len(parts) != 1:

@@ -1,7 +1,7 @@
 """`save_pretrained`, `from_pretrained` and the Trainer of Hugging Face's transformers for quantized models.
 
-Importing this module registers the quantization method "fakequant" with transformers. Without the import,
-transformers warns that the method is unknown, and loads the float model.
+Importing this module registers the quantization method "fakequant" with transformers. Without the import, transformers
+warns that the method is unknown, and loads the float model.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ class FakeQuantCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Write new positions of a layer; all of its keys and values are returned, by query where these see others."""
+        """Write new positions of a layer; returns all its keys and values, or a `ByQuery` of each if queries differ."""
         if not self._waits:
             keys, values = self._quantized(layer_idx, key_states, value_states)
             return super().update(keys, values, layer_idx, *args, **kwargs)

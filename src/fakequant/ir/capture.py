@@ -35,9 +35,9 @@ def capture(
     """Capture a model as a graph that computes the same bits.
 
     Parameters and buffers are constants of the graph, the same tensors as the model's, so that training one trains the
-    other. Learned ranges become constants with their present values. The model is captured in its present mode;
-    a batch normalisation in training mode, which changes its statistics, is refused. Gradients of the graph are not
-    quantized, even if layers quantize theirs.
+    other. Learned ranges become constants with their present values. The model is captured in its present mode; a batch
+    normalisation in training mode, which changes its statistics, is refused. Gradients of the graph are not quantized,
+    even if layers quantize theirs.
 
     Args:
         model: any module that torch.export can trace, prepared and calibrated or not quantized at all.

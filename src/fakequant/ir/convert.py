@@ -67,7 +67,7 @@ def remove_changes_in_place(graph: fx.Graph) -> bool:
         if isinstance(value := node.meta.get("val"), Tensor):
             memory[node] = value.untyped_storage()._cdata
     for node in changes:
-        # It can be if no node before it gives a view of the tensor that it changes.
+        # A change can be replaced if no earlier node makes a view of the changed tensor.
         if _functional(node) is None or node not in memory:
             return False
         made_by, *others = [n for n in nodes[: nodes.index(node) + 1] if memory.get(n) == memory[node]]
@@ -113,7 +113,7 @@ def needed(nodes: Sequence[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]
 def operations(
     nodes: Iterable[fx.Node], results: Sequence[fx.Node], ids: dict[fx.Node, int]
 ) -> tuple[list[IROp], list[int]]:
-    """Convert nodes to operations; returns these and the ids of the results.
+    """Convert nodes to operations; returns the operations, and the ids of the results.
 
     Args:
         nodes: the nodes in order; nodes with an id are skipped.
@@ -218,7 +218,7 @@ def _by_table(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
 
 
 def _with_refs(value: Any, inputs: list[fx.Node]) -> Any:
-    """A value with a `Ref` in place of every node in it, which is appended to `inputs`."""
+    """A value in which a `Ref` replaces every node; the nodes are appended to `inputs`."""
     if isinstance(value, fx.Node):
         if value.target is operator.getitem and 0 in table.type_of(value.meta["val"]).shape:
             return None  # an empty part of a result, which batch normalisation in eval mode saves for its gradient
@@ -264,7 +264,7 @@ def _quantizer(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
             given["scale"] = None
     tensors = {name: given.get(name) for name in ("x", "scale", "zero_point", "seed")}
     attributes = {"spec": given["spec"]}
-    # Those left out before one that is given.
+    # Tensors that are missing before a tensor that is present.
     *_, last = (place for place, value in enumerate(tensors.values()) if value is not None)
     attributes |= {name: None for name in list(tensors)[:last] if tensors[name] is None}
     return table.make_op("FakeQuantize", (), attributes), [
@@ -305,8 +305,8 @@ def lower(module: fx.GraphModule) -> None:
 
 def _relu_before(quantizer: fx.Node, spec: QuantSpec) -> fx.Node | None:
     """The ReLU that a quantizer can compute, since no other node reads the values between the two; or None."""
-    # Of -1.0 and -0.0 the largest is +0.0 where they are rectified first, and -0.0 where they are not. No other maximum
-    # differs but those below zero, which are rectified then; and where it is not above zero, no gradient passes.
+    # The maximum of -1.0 and -0.0 is +0.0 if the ReLU comes first, and -0.0 if the maximum does. Other maxima differ
+    # only below zero, where the later ReLU gives 0, too; and where a maximum is not above zero, no gradient passes.
     equal_zeros = spec.format.has_zero_point and spec.arithmetic is not Arithmetic.MULTIPLIER
     value = quantizer.kwargs["x"]
     while isinstance(value, fx.Node) and len(value.users) == 1:

@@ -95,7 +95,7 @@ class Validity:
 
 
 class Graph:
-    """Operations on values t0, t1, ..., each of which one input, constant or operation makes.
+    """Operations on values t0, t1, ...; each value is an input, a constant, or made by one operation.
 
     Attributes:
         name: the name of the graph.
@@ -318,7 +318,7 @@ def to_text(graph: Graph) -> str:
 
 
 def _one_line(text: str) -> str:
-    # What UTF-8 cannot write is written as its number.
+    # Characters that UTF-8 cannot encode are written as numbers.
     return " ".join(str(text).split()).encode("utf-8", "backslashreplace").decode()
 
 
@@ -670,8 +670,8 @@ def backward(graph: Graph) -> Graph:
     """The graph that computes the gradients of a graph, by torch's formulas.
 
     Its inputs are the inputs of the graph and the gradient of every output. Its outputs are the gradients of the
-    floating-point inputs, then of the trainable constants, in their order; zeros where no output depends on them.
-    The forward is computed again. Every quantizer passes gradients as its specification says.
+    floating-point inputs, then of the trainable constants, in their order; zeros where no output depends on them. The
+    forward is computed again. Every quantizer passes gradients as its specification says.
 
     Raises:
         GraphError: the graph is not valid, has dynamic dimensions, an output without a gradient or a whole recurrent

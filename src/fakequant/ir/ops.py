@@ -536,7 +536,7 @@ def fuse(ops: Sequence[IROp]) -> IROp:
 
 
 def body_of(op: IROp) -> list[IROp]:
-    """The operations in a fused operation, whose inputs are t0, t1, ...; copy them before you change them.
+    """The operations in a fused operation, whose inputs are t0, t1, ...; copy an operation before a change.
 
     Raises:
         GraphError: the attribute `body` is not a list of operations.

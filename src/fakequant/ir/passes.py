@@ -130,8 +130,8 @@ class FoldConstants:
     def _results(self, op: IROp, constants: dict[int, Constant]) -> dict[int, Constant] | None:
         """The results of an operation as constants; None if the operation must stay.
 
-        It stays if a result is large, random or cannot be computed, or if its bits depend on grad mode. Strides and
-        the alignment of memory are kept, because both decide the order in which kernels sum.
+        It stays if a result is large, random or cannot be computed, or if its bits depend on grad mode. Strides and the
+        alignment of memory are kept, because both decide the order in which kernels sum.
         """
         if not all(id in constants and (self.parameters or not constants[id].trainable) for id in op.input_ids):
             return None
@@ -202,7 +202,7 @@ class FuseOperations:
                 if len(readers) != 1 or made in graph.outputs or readers[0].input_ids[0] != made:
                     break
                 kinds = [i for i in range(place, len(_ORDER)) if readers[0].op_type in _ORDER[i]]
-                # What else it reads must be there before the chain begins.
+                # The reader's other inputs must exist before the chain begins.
                 if not kinds or not all(id == made or id in graph.constants for id in readers[0].input_ids):
                     break
                 place = kinds[0] + 1

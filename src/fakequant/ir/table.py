@@ -441,7 +441,7 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not 
 
 
 def _by_fake_tensors(call: Call, lengths: Iterable[int]) -> tuple[TensorType, ...]:
-    """The types that torch infers with fake tensors, which knows most restrictions of operators and computes nothing.
+    """The types that torch infers with fake tensors; it checks most restrictions of operators and computes nothing.
 
     Args:
         call: a call of an operator of torch.
@@ -526,7 +526,7 @@ def faults(op: IROp, inputs: Sequence[TensorType]) -> list[str]:
     wrong = []
     for id, declared, made in zip(op.output_ids, op.outputs, inferred, strict=True):
         fits = declared.type is made.type and TensorShape(declared.shape).matches(made.shape) and 0 not in made.shape
-        # What is declared as missing is read by nothing, so that its type does not matter.
+        # No operation reads a value that is declared as missing, so that its type does not matter.
         if not fits and declared.type is not IRType.Missing:
             wrong.append(f"declares t{id} as {declared}, but its inputs make it {made}")
     return wrong

@@ -224,7 +224,7 @@ class Trained(nn.Module):
 
 
 class Factor(NamedTuple):
-    """A factor of a product after and before its quantizer; the same tensor twice if the layer needs only the first."""
+    """A factor of a product, quantized and unquantized; the same tensor twice if only the first is needed."""
 
     value: Tensor
     before: Tensor
@@ -533,7 +533,7 @@ def trained_product(layer: Any, x: Tensor, config: GradientConfig) -> Tensor | N
 
 
 def _by_autocast(x: Tensor) -> Tensor:
-    """x in the dtype in which autocast multiplies it, so that this copy is kept for the backward pass."""
+    """x in the dtype of autocast, so that the converted copy is saved for the backward pass."""
     device = x.device.type
     if x.dtype is torch.float64 or not torch.is_autocast_enabled(device):
         return x

@@ -32,15 +32,15 @@ _MOVES = frozenset(
     pixel_shuffle pixel_unshuffle channel_shuffle max_pool1d max_pool2d max_pool3d
     """.split()  # noqa: SIM905
 )
-"""Functions that copy numbers of a tensor to other places, or pick the largest of neighbours."""
+"""Functions that only move, copy or select elements, or take the maximum of neighbours."""
 _DROPOUTS = frozenset(("dropout", "alpha_dropout", "feature_alpha_dropout", *(f"dropout{n}d" for n in (1, 2, 3))))
-"""Functions that return their input where they do not train."""
+"""Functions that return their input in eval mode."""
 _PICKS = frozenset(f"max_pool{n}d" for n in (1, 2, 3))
 _OF_FORM = frozenset(
     [Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__]
     + [getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_meta")]
 )
-"""What may be asked of a tensor without its values."""
+"""Properties and methods of a tensor that do not read its values."""
 _BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0)}
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 _PRODUCTS = ("linear", "matmul", *_CONVOLUTIONS, *(f"conv_transpose{n}d" for n in (1, 2, 3)))
@@ -456,8 +456,8 @@ def _call(func: Any, args: Any, kwargs: Any, device: Device, computed: Computed,
     is_late = all(x.late is not None and x.dtype == operands[0].dtype for x in operands) and "dtype" not in kwargs
     if torch.is_grad_enabled() or not is_late:
         return DeviceTensor.of(func(*plain(args), **plain(kwargs)), computed, device)
-    # By the functions of operands as they are, which compute them anew: operands may be overwritten before the result
-    # is read, and a function in place overwrites only what is computed here.
+    # `compute` calls the operands' present functions again: operands may be overwritten before the result is read, and
+    # an in-place function overwrites only tensors that are computed here.
     args = [x.late if isinstance(x, DeviceTensor) else x for x in args]
     kwargs = {key: x.late if isinstance(x, DeviceTensor) else x for key, x in kwargs.items()}
 
@@ -497,7 +497,7 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
         if sums is None:
             sums = _exact_sums(summed, x.has, other.has.codes, called.operands[:2], groups)
         axis = 1 if called.operands[1].positions else -1
-        # Of 16 bits constants hold sums of the weight's codes, which change while its grid stays: they are not kept.
+        # For 16 bits, constants contain sums of the weight's codes, which may change while the grid stays: not kept.
         keeps = None if x.has.grid.is_wide else other.has.kept
         kept = {} if keeps is None else keeps.constants(bias, x.has.grid, other.has.grid, sums.dim())
         if "scales" not in kept:
@@ -550,8 +550,8 @@ def _without_borders(
 ) -> Tensor:
     """The sums of a weight's codes over a whole window, as at positions that no border cuts.
 
-    The shape is [out], for matrices [..., 1, out], and for a transposed convolution, whose sums differ by position,
-    [1, out, ...].
+    The shape is [out], for matrices [..., 1, out], and for a transposed convolution, whose sums differ by position, [1,
+    out, ...].
     """
     if called.function.name == "matmul":
         return weight.sum(-2, keepdim=True)

@@ -1,7 +1,7 @@
 """Products of quantized layers on integer units: codes times codes, exact sums, then scales and bias in float.
 
-`numerics/products.py` defines the result and `ops/products.py` computes it. Integer products serve inference:
-if a gradient is needed, the layer computes in float on quantized values.
+`numerics/products.py` defines the result and `ops/products.py` computes it. Integer products serve inference: if a
+gradient is needed, the layer computes in float on quantized values.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def adapter_layers(model: nn.Module) -> list[str]:
 def train_merged(model: Model) -> Model:
     """Make LoRA adapters on quantized layers train and compute as merged weights, in place; rsLoRA adapters, too.
 
-    `merge_and_unload` of peft then leaves the trained codes and scales. Several active
-    adapters are added one after the other, as peft merges them. Adapters on layers in float stay as they are.
+    `merge_and_unload` of peft then leaves the trained codes and scales. Several active adapters are added one after the
+    other, as peft merges them. Adapters on layers in float stay as they are.
 
     Args:
         model: a model with adapters, whose layers are quantized and whose adapters are not.

@@ -1,8 +1,8 @@
 """The weights of layers and functions, and how each multiplies rows of an input.
 
 `layer.products()` and `site.products()` give a `Product` for each weight. Algorithms, files and reports use it, and
-need no layer classes. A weight that is a matrix gives a `MatrixProduct`; algorithms round other weights to nearest,
-and list them.
+need no layer classes. A weight that is a matrix gives a `MatrixProduct`; algorithms round other weights to nearest, and
+list them.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class MatrixProduct(Product):
     """The product of rows of an input with a weight [out, in], as in a linear layer."""
 
     readers: int = 1
-    """How many weights multiply the layer's first input, all of which a transform changes; 0: it cannot have one."""
+    """How many weights multiply the layer's first input, all changed by a transform; 0: no transform is possible."""
 
     takes_parts: ClassVar[bool] = False
     """Whether the rows can be computed for some channels of the input at a time."""
@@ -246,7 +246,7 @@ class MatrixProduct(Product):
         return found.numel() == wanted.numel() and torch.allclose(found, wanted.reshape_as(found), 1e-3, 1e-4)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """A weight, or a tensor of one value for each group, with its axes as [out, ...]."""
+        """A weight or its scales, with axes in the order [out, ...]."""
         return weight
 
     def channels_last(self, y: Tensor) -> Tensor:
@@ -318,7 +318,7 @@ class TurnedProduct(MatrixProduct):
 
 
 def _exchanged(values: Tensor) -> Tensor:
-    """A weight, or a tensor of one value for each group, with its first two axes exchanged."""
+    """A weight or its scales, with the first two axes exchanged."""
     return values.transpose(0, 1).contiguous() if values.dim() > 1 else values
 
 
@@ -499,7 +499,7 @@ class ExpertProduct(MatrixProduct):
 _MOST = 2**22
 """How many elements of windows are in memory at a time; another number rounds float32 products differently."""
 _WINDOW = ["kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "output_padding", "same_pad"]
-"""The attributes of a convolution that decide which rows it makes of its input."""
+"""The attributes of a convolution that decide how an input becomes rows."""
 
 
 class WindowProduct(MatrixProduct):

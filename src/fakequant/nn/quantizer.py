@@ -66,7 +66,7 @@ _UNUSUAL = (Proxy, StoredWeight)
 _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes to which a model with fixed codes may have been converted for a while."""
 _TOLERATED = 0.1
-"""Relative change of a group's largest magnitude; fine-tuning at 1 % of the learning rate changes it by less."""
+"""Relative change of a group's largest magnitude that makes scales stale; gentle fine-tuning stays below."""
 KEY = "fixed_codes"
 """The name of the buffer of codes, and the last part of its key in a state dict."""
 
@@ -140,7 +140,7 @@ class WeightCache:
         self._made: dict[str, Any] = {}
 
     def serves(self, x: Tensor) -> bool:
-        """Whether x is a parameter without gradient here, its rounding not stochastic and its range not learned."""
+        """Whether x is a parameter without gradient; False for stochastic rounding, learned ranges and traces."""
         if torch.compiler.is_compiling() or not isinstance(x, nn.Parameter) or x.is_inference():
             return False
         if torch.is_grad_enabled() and x.requires_grad:
@@ -373,7 +373,7 @@ class Quantizer(QuantizerPart):
     _last_check: tuple[Any, bool] | None = None
     """The `_key` of the last weight, and whether quantizing that weight would not return its fixed codes."""
     _differs: bool | None = None
-    """Whether quantizing the values of the fixed codes, in the last weight's dtype, gives other codes, or None."""
+    """Whether quantizing the values of the fixed codes, in the last weight's dtype, gives other codes; or None."""
 
     def __init__(self, spec: QuantSpec | str, *, kind: Kind = Kind.INPUT, dynamic: bool = False) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ class Quantizer(QuantizerPart):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the quantizer needs data before it can work."""
+        """Whether the quantizer has no range yet and must be calibrated, as a static input."""
         return self.kind is Kind.INPUT and not self.dynamic and not self.calibrated
 
     @property
@@ -563,8 +563,8 @@ class Quantizer(QuantizerPart):
     def _check_same(self, x: Tensor) -> None:
         """Raise ConfigError if x is one process's part of an activation, and its range is not that of the whole tensor.
 
-        A calibrated scale of the tensor fits every part, and blocks have ranges of their own. Otherwise the
-        processes compare their values, once, in the first call whose values are not all equal.
+        A calibrated scale of the tensor fits every part, and blocks have ranges of their own. Otherwise the processes
+        compare their values, once, in the first call whose values are not all equal.
         """
         spec, mesh = self.spec, self.mesh
         if self.is_same_everywhere or mesh is None or mesh.group is None or spec.rounding is Rounding.STOCHASTIC:
@@ -589,8 +589,8 @@ class Quantizer(QuantizerPart):
     def _check_fresh(self, weight: Tensor) -> None:
         """Note the weight of a call, or warn in eval mode, once after each change, that the scales are stale.
 
-        An unchanged parameter costs 1 us. A computed weight is a new tensor in every call: it is compared
-        in the first call after training mode. Sharded weights are not compared: that takes all processes.
+        An unchanged parameter costs 1 us. A computed weight is a new tensor in every call: it is compared in the first
+        call after training mode. Sharded weights are not compared: that takes all processes.
         """
         if torch.compiler.is_compiling() or not (self._method or self._buffers["scale"] is not None):
             return
@@ -906,8 +906,8 @@ class Quantizer(QuantizerPart):
     def keep_codes(self) -> None:
         """Keep the fixed codes while training moves the learned scale.
 
-        The weight itself is not read and gets no gradient. `give_values` sets it to the values of its codes.
-        Raises a ConfigError without fixed codes, or without a range that is learned by gradient.
+        The weight itself is not read and gets no gradient. `give_values` sets it to the values of its codes. Raises a
+        ConfigError without fixed codes, or without a range that is learned by gradient.
 
         Source: the second phase of EfficientQAT, arXiv 2407.11062, section 3.3.
         """
@@ -919,7 +919,7 @@ class Quantizer(QuantizerPart):
         self.keeps_codes, self._differs = True, None
 
     def give_values(self, weight: nn.Parameter) -> None:
-        """Set a weight whose codes are kept in training to their values with the present scale; else do nothing."""
+        """If a weight's codes are kept in training, set it to their values with the present scale; else do nothing."""
         if self.keeps_codes:
             with torch.no_grad():
                 weight.copy_(self._values(weight.dtype))
@@ -1150,8 +1150,8 @@ class Quantizer(QuantizerPart):
         """Load a fixed range, or a learned range by the method that the keys name.
 
         A state without codes keeps the present codes, which are valid if the weight has their values. Codes stay under
-        a learned scale where the metadata of the state say so, or, without metadata, this quantizer. A quantizer with
-        a range for each bin refuses a state with one range or other bins.
+        a learned scale where the metadata of the state say so, or, without metadata, this quantizer. A quantizer with a
+        range for each bin refuses a state with one range or other bins.
         """
         if state_dict.pop(prefix + MERGED, None) is not None and not vars(self).get(MERGED):
             warn_user(
@@ -1223,7 +1223,7 @@ class Quantizer(QuantizerPart):
         return f"Quantizer({', '.join(words)})"
 
     def by_value_text(self) -> list[str]:
-        """The words about ranges by a value in the quantizer's text, [] for one range."""
+        """The words about ranges by a value in the quantizer's text; [] for a single range."""
         return [] if self.by_value is None else [f"by {self.by_value.name} in {self.by_value.count} bins"]
 
 

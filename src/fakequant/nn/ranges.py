@@ -144,7 +144,7 @@ def has_tensor_scale(spec: QuantSpec) -> bool:
 
 
 def check_global_scale(global_scale: Tensor, spec: QuantSpec) -> None:
-    """Raise QParamsError if a global scale is not float32 [1], finite and positive, or the specification has none."""
+    """Raise QParamsError unless a global scale is float32 [1], finite and positive, and the specification has one."""
     if not has_tensor_scale(spec):
         raise QParamsError(f"{GLOBAL_SCALE} fixes the scale of a tensor above those of blocks, which {spec} has not")
     if global_scale.dtype is not torch.float32 or tuple(global_scale.shape) != (1,):
@@ -166,7 +166,7 @@ def params_under(x: Tensor, spec: QuantSpec, global_scale: Tensor) -> QParams:
 
 
 def shared_by(granularity: Granularity, shape: tuple[int, ...], *, examples: bool) -> int:
-    """How many elements share a scale; with `examples`, how many of one example, which the first axis counts.
+    """How many elements share a scale; with `examples`, how many of each example along the first axis.
 
     >>> from fakequant import PerTensor
     >>> shared_by(PerTensor(), (32, 10), examples=True), shared_by(PerTensor(), (32, 10), examples=False)
@@ -191,7 +191,7 @@ def straight_through(value: Tensor, parameter: Tensor, factor: float | Tensor = 
 
 
 class LearnedRange(QuantizerPart, ABC):
-    """Parameters that training moves, and the scale and zero point that follow from them.
+    """Parameters that training changes, and the scale and zero point that they define.
 
     Parameters are None until `start` or a state dict sets them.
 
@@ -375,11 +375,11 @@ class LSQ(LearnedRange):
 
     def fake_quantize_in_one_call(self, x: Tensor, *, examples: bool) -> Tensor | None:
         step, spec = self._parameters.get("step"), self.spec
-        # A class that inherits from these may find its parameters in another way.
+        # Subclasses of LSQ and LSQPlus may compute scale and zero point differently.
         known = type(self) is LSQ or (type(self) is LSQPlus and spec.symmetric)
         if not known or step is None or spec.arithmetic is Arithmetic.MULTIPLIER or not is_readable_without_sync(step):
             return None
-        # Others are not finite, or count as the smallest number.
+        # Smaller steps count as the smallest positive step, and NaN is not valid; the general path handles both.
         if not (step if step.numel() == 1 else step.amin()).item() >= _SMALLEST[step.dtype]:
             return None
         zero_point = self._buffers.get("zero_point")
@@ -461,8 +461,8 @@ class PACT(LearnedRange):
 class TQT(LearnedRange):
     """The logarithm of the threshold is learned; scales are powers of two.
 
-    The scale is 2**ceil(log2_threshold) / 2**bits (bits without sign; for floats, 2**bits is the next power of two
-    from the largest code), so that the threshold is never clipped. `ceil` is taken as the identity in the gradient.
+    The scale is 2**ceil(log2_threshold) / 2**bits (bits without sign; for floats, 2**bits is the next power of two from
+    the largest code), so that the threshold is never clipped. `ceil` is taken as the identity in the gradient.
 
     Args:
         spec: symmetric, with float32 scales.
@@ -618,7 +618,7 @@ class Reader:
                 self._place = None if own.kind is own.KEYWORD_ONLY else [*parameters].index(by_value.by)
 
     def value(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The value that a call with these arguments has."""
+        """The value, such as a timestep, in a call with these arguments."""
         by, place = self.by_value.by, self._place
         if not isinstance(by, str):
             return by(*args, **kwargs)

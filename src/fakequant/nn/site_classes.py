@@ -100,7 +100,7 @@ class _Listing(SiteMode):
 
 
 class _Aligned(SiteMode):
-    """Counts and quantizes only the calls at some places, and leaves the others in float."""
+    """Counts and quantizes only the calls at some places; other calls stay in float."""
 
     def __init__(self, places: Collection[int], sites: Sites, module: nn.Module) -> None:
         super().__init__(sites, module)
@@ -128,7 +128,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that the owner of sites that calls it does not count its calls."""
+    """Wrap a function whose calls of torch functions the calling owner must not count."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -249,7 +249,7 @@ def _without_sites(cls: type[Any]) -> dict[str, Any]:
     """Methods of an owner's class that leave its sites out of its children, as its `forward` expects."""
 
     def named_children(self: Any) -> Iterator[tuple[str, nn.Module]]:
-        # What moves or trains a model needs the sites; only the owner's own `forward` does not expect them.
+        # Moving or training a model needs the sites; only the owner's `forward` does not expect them.
         depth = torch._C._len_torch_function_stack()
         mode = torch._C._get_function_stack_at(depth - 1) if depth else None
         running = isinstance(mode, SiteMode) and mode.sites is self._modules.get(SITES)

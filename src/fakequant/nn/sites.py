@@ -2,8 +2,8 @@
 
 A module whose `forward` calls such functions is an owner. Its class is swapped for a subclass that enters a small
 `TorchFunctionMode` for the time of `forward`. The mode counts the calls of the functions that have quantizers and
-quantizes their operands. Modules that an owner calls get a subclass that removes the mode while they run, so that
-a mode sees only the calls of its owner. No function of torch is replaced.
+quantizes their operands. Modules that an owner calls get a subclass that removes the mode while they run, so that a
+mode sees only the calls of its owner. No function of torch is replaced.
 """
 
 from __future__ import annotations
@@ -483,7 +483,7 @@ class _Linear(SiteProduct, MatrixProduct):
     readers = 0
     is_result = False
     varies = False
-    """Whether calls had different options, such as strides, so that the rows of one call are not those of another."""
+    """Whether options such as strides differ between calls, so that calls make different rows."""
     _bias: nn.Parameter | None = None
     _options: tuple[Any, ...] | None = None
 
@@ -534,7 +534,7 @@ class _Linear(SiteProduct, MatrixProduct):
         return args[2] if len(args) > 2 else kwargs.get("bias")
 
     def options(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a call, such as its stride, that decide which rows it makes of its input."""
+        """The options of a call, such as its stride, which decide how the input becomes rows."""
         return {}
 
     def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:

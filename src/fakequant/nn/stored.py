@@ -256,7 +256,7 @@ class StoredWeight(Tensor):
             return cls(first.packed, params, first.spec, first.whole_shape, first.dtype, views)
         if func is _aten._to_copy.default:
             device, dtype = torch.device(kwargs.get("device") or first.device), kwargs.get("dtype") or first.dtype
-            # As of autocast, such a copy has the values that it would have as codes.
+            # Such a copy, as autocast makes it, stays stored as codes, with values in the other dtype.
             halves = first.dtype is torch.float32 and dtype in (torch.bfloat16, torch.float16)
             if halves or dtype == first.dtype:
                 return first._with(first.packed.to(device), device, dtype)

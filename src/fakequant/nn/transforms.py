@@ -82,7 +82,7 @@ class ChannelScale(InputTransform):
         return weight * self._by_groups(layer, weight)
 
     def _by_groups(self, layer: Any, weight: Tensor) -> Tensor:
-        """The factors for a weight [out, in / groups, ...], in which each group of outputs reads its own channels."""
+        """The factors for a weight [out, in / groups, ...], in which each group of outputs has other input channels."""
         groups = getattr(layer, "groups", 1)
         factors = self.scale.to(weight.dtype).reshape(groups, -1).repeat_interleave(weight.shape[0] // groups, 0)
         return factors.reshape(*weight.shape[:2], *[1] * (weight.dim() - 2))
@@ -226,8 +226,8 @@ def hadamard(size: int) -> Tensor:
 def walsh_hadamard(x: Tensor) -> Tensor:
     """Multiply blocks of the last axis of x [..., features] by `hadamard(block)`, which is its own inverse.
 
-    The block is the largest power of two that divides the features. The bits of a row depend on that
-    row alone, unlike those of a matrix product: it adds pairs, in float32 for narrower dtypes.
+    The block is the largest power of two that divides the features. The bits of a row depend on that row alone, unlike
+    those of a matrix product: it adds pairs, in float32 for narrower dtypes.
 
     >>> walsh_hadamard(torch.tensor([[2.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]))
     tensor([[1., 1., 1., 1.],

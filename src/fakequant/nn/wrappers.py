@@ -15,7 +15,7 @@ from fakequant.distributed import is_moved
 from fakequant.nn.quantizer import Kind, WeightCache, quantizers
 from fakequant.restore import attributes_of, restore_after, state_of
 
-# By name, because importing them all takes long, and the attribute that holds the wrapped module.
+# The attribute of the wrapped module by the wrapper's class name, because importing the classes takes long.
 _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "DataParallel": "module",
@@ -152,10 +152,10 @@ def fixed_ranges(model: nn.Module) -> Iterator[None]:
 def cached_weights(model: nn.Module) -> Iterator[None]:
     """A context for evaluation and inference in which each weight is quantized only once.
 
-    The first use quantizes the weight, and later uses get the same values or codes, bit for bit. Weights,
-    scales and specifications must not change inside, as within `torch.nn.utils.parametrize.cached`: a change that torch
-    counts raises a `CallError` at the next use of the weight. Torch does not count what is written through
-    `weight.data` or a NumPy array, nor the steps of fused optimizers.
+    The first use quantizes the weight, and later uses get the same values or codes, bit for bit. Weights, scales and
+    specifications must not change inside, as within `torch.nn.utils.parametrize.cached`: a change that torch counts
+    raises a `CallError` at the next use of the weight. Torch does not count what is written through `weight.data` or a
+    NumPy array, nor the steps of fused optimizers.
 
     Where weights are sharded or offloaded, where a gradient of the weight is wanted, where a range is learned or
     rounding is stochastic, and in compiled models, weights are quantized at every call. Copies and pickles of the model

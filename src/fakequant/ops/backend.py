@@ -66,8 +66,8 @@ class Extras(NamedTuple):
 class ColumnGrid(NamedTuple):
     """The parameters by which columns of a matrix are rounded, each float32 [runs, rows] or None.
 
-    A value x becomes q((x + offset) sign) sign - offset, where q rounds by scale and zero point. Where `zero`
-    is set, q is 0; where `zeros` is set, the result is 0.
+    A value x becomes q((x + offset) sign) sign - offset, where q rounds by scale and zero point. Where `zero` is set, q
+    is 0; where `zeros` is set, the result is 0.
 
     Attributes:
         spec: of q, for a column in which each row has a positive scale.
@@ -250,7 +250,7 @@ class Kernels(ABC):
 
 
 class Backend(ABC):
-    """A backend computes calls; masks are opaque outside the backend that packed them, with one bit per element."""
+    """Computes calls by its kernels; a mask (one bit per element) is only readable by the backend that packed it."""
 
     name: ClassVar[str]
     device_type: str | None = None

@@ -1,7 +1,7 @@
 """Backends in order of preference, the reasons why they cannot serve a call, and a cache of their plans.
 
-Set the environment variable FAKEQUANT_LOG=backend to log which backend serves, and why earlier backends do not.
-No setting changes a result: every backend returns the same bits.
+Set the environment variable FAKEQUANT_LOG=backend to log which backend serves, and why earlier backends do not. No
+setting changes a result: every backend returns the same bits.
 """
 
 from __future__ import annotations

@@ -627,7 +627,7 @@ def _(x: Tensor, spec: str) -> Tensor:
 
 
 def _mask_bytes(x: Tensor, spec: QuantSpec) -> int:
-    """The bytes of a mask of one bit per element; blocks count as full, because some backends pad them."""
+    """The bytes of a mask with one bit per element; the last blocks count as full, because some backends pad."""
     if spec.gradient is Gradient.IDENTITY:
         return 0
     missing = padding(x.shape, spec.granularity.block_shape(x.shape))
@@ -635,7 +635,7 @@ def _mask_bytes(x: Tensor, spec: QuantSpec) -> int:
 
 
 def _declared(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """An empty tensor with the strides of results: those given, or contiguous if these leave gaps."""
+    """An empty tensor with the strides of results: `stride`, or contiguous if that leaves gaps."""
     laid = x.new_empty_strided(x.shape, stride)
     return laid if _is_dense(laid) else x.new_empty(x.shape)
 

@@ -33,7 +33,7 @@ def grid_fields(grid: Grid) -> tuple[float, float, int, int, bool]:
 
 @lru_cache
 def table_fields(fmt: Format, dtype: torch.dtype) -> tuple[float, ...]:
-    """The values of a table format, then for each value but the first the smallest number that rounds to it."""
+    """The values of a table format, then the smallest number that rounds to each value but the first."""
     table = fmt.grid.table
     if table is None:
         return ()

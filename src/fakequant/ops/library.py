@@ -1,6 +1,6 @@
 """The operator: `fake_quantize` for eager code, compilers, exporters and function transforms.
 
-* Eager: a backend's cached plan for this kind of call (`dispatch.py`), under autograd (`gradients.py`). One bit
+* Eager: a backend's cached plan for this kind of call (`dispatch.py`), under autograd (`graph_operators.py`). One bit
   per element is saved, and x where a scale is learned.
 * torch.compile where compilers would compute other bits (`division.approximate_devices`): one node of a graph, see
   `graph_operators.py`; or, see `is_compiled_in_line`, the definition with quotients and products as nodes, which

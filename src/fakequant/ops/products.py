@@ -1,8 +1,8 @@
 """Integer products and convolutions of codes, with the bits of numerics/products.py.
 
-They use internal operators of torch: `torch._int_mm`, and for convolutions the oneDNN operator that Inductor uses.
-Each is tested once per process on numbers that show saturating or inexact sums, and is used only if it passes; else
-the reason is returned, and the layer is simulated. A processor without integer dot products sums the same integers in
+They use internal operators of torch: `torch._int_mm`, and for convolutions the oneDNN operator that Inductor uses. Each
+is tested once per process on numbers that show saturating or inexact sums, and is used only if it passes; else the
+reason is returned, and the layer is simulated. A processor without integer dot products sums the same integers in
 float32, which is exact for short parts.
 
 Contiguous inputs of convolutions go to the kernel of cpu/convolution.cpp if the processor has AVX-512 VNNI. oneDNN
@@ -189,7 +189,7 @@ def _int_mm(a: Tensor, b: Tensor) -> Tensor:
     if not _has_cuda_limits(a.device.type):
         if not _multiplies_slowly(a.device.type):
             return torch._int_mm(_with_plain_strides(a), _with_plain_strides(b))
-        # By float32 products of parts so short that every sum is an integer that float32 holds.
+        # Float32 products of parts so short that float32 holds every sum exactly.
         sums = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.int32)
         with torch.autocast("cpu", enabled=False):  # it would round the sums to half precision
             for parts in zip(a.split(_EXACT_CODES, 1), b.split(_EXACT_CODES, 0), strict=True):
@@ -315,7 +315,7 @@ class PackedWeight:
         self._of_onednn: dict[str, Tensor] = {}
 
     def is_of(self, codes: Tensor) -> bool:
-        """Whether the packed codes equal these."""
+        """Whether `codes` equal the packed codes."""
         if codes is self.codes:
             return True
         if codes.shape != self.codes.shape:

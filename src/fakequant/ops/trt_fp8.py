@@ -15,7 +15,7 @@ from fakequant.numerics.formats import FLOAT8_E4M3FN
 from fakequant.numerics.formats.floats import Format
 from fakequant.numerics.qparams import compute_dtype
 
-# What a Cast back to each type is called in ONNX (TensorProto.DataType).
+# The numbers of types in ONNX (TensorProto.DataType), for the Cast to float32 and back.
 _FLOAT = 1
 _NARROW = {"Half": 10, "BFloat16": 16}
 
@@ -59,7 +59,7 @@ class _Operators(torch.autograd.Function):
 
     @staticmethod
     def symbolic(g: Any, x: Any, scale: float) -> Any:
-        """The nodes; both operators take and give float32, so other types are cast around them."""
+        """The nodes of the file; both operators take and return float32, so that other types are cast."""
         kind = x.type()
         narrow = _NARROW.get(kind.scalarType())
         if narrow is not None:

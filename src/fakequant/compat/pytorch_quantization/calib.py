@@ -81,8 +81,8 @@ def _nearly_least(errors: Callable[[np.ndarray], np.ndarray], amax: np.ndarray, 
     """The indices of thresholds whose error may be the smallest, in rising order, from the errors of few.
 
     The error in real numbers, less the mean of w x**2 and divided by amax**2, is the smallest of functions that are
-    linear in 1 / amax, one for every way to round. It is therefore concave in 1 / amax, and two errors bound all
-    errors between them from below: thresholds between two others are computed only if this bound does not exclude them.
+    linear in 1 / amax, one for every way to round. It is therefore concave in 1 / amax, and two errors bound all errors
+    between them from below: thresholds between two others are computed only if this bound does not exclude them.
 
     Args:
         errors: from indices of thresholds to the means of w (x - y)**2, as float32 sums them.
@@ -127,9 +127,9 @@ def entropy_amax(
 ) -> Tensor:
     """The edge with the smallest loss if the histogram up to it is quantized; the last of equal edges.
 
-    The loss is the Kullback-Leibler divergence of the bins below the edge, with the clipped counts in the last
-    bin, from the same bins without the clipped counts, merged into a cell for each magnitude of a code and spread
-    evenly over the bins of a cell that are not empty. Bin 0 counts as much as its neighbour.
+    The loss is the Kullback-Leibler divergence of the bins below the edge, with the clipped counts in the last bin,
+    from the same bins without the clipped counts, merged into a cell for each magnitude of a code and spread evenly
+    over the bins of a cell that are not empty. Bin 0 counts as much as its neighbour.
 
     Raises:
         ValueError: there are fewer bins than start_bin.
@@ -213,7 +213,7 @@ class _Divergence:
         p, q = p / p.sum(), q / q.sum()
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = p / q
-            # By log1p where the two are close; inf where only q is 0.
+            # log1p where p and q are close; inf where only q is 0.
             close = (ratio > 0.5) & (ratio < 2)
             terms = p * np.where(close, np.log1p((p - q) / q), np.log(ratio))
         return float(np.where(p > 0, terms, 0.0).sum())

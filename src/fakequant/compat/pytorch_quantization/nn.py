@@ -147,7 +147,7 @@ def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs:
 
 
 def take_descriptors(kwargs: dict[str, Any], made_by: Callable[..., None]) -> dict[str, Any]:
-    """Remove from `kwargs` the descriptors, and arguments that the float layer does not take, and return them."""
+    """Remove from `kwargs`, and return, descriptors and arguments that the float layer does not take."""
     known = inspect.signature(made_by).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     names = [name for name in kwargs if name.startswith("quant_desc_") or not (takes_all or name in known)]

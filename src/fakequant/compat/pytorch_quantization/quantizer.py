@@ -196,7 +196,7 @@ class Blocks:
         return f"block_sizes={self.block_sizes}"
 
 
-# What TensorRT runs.
+# The bits of integers that TensorRT runs.
 _BITS = 8
 
 

@@ -1,1 +1,1 @@
-"""Layers of torch and of other libraries with quantizers, and what all of them share."""
+"""Quantized layers of torch and of other libraries, and their base classes."""

@@ -36,7 +36,7 @@ class _Masks(NamedTuple):
     """[n, keys]"""
 
     def padded(self) -> _Masks:
-        """The masks for one more key, which they do not mask."""
+        """The masks extended by one key, which stays visible."""
         return _Masks(*(None if mask is None else F.pad(mask, (0, 1)) for mask in self))
 
     def merged(self, n: int, heads: int, keys: int) -> Tensor | None:
@@ -61,9 +61,9 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
     [n, heads, queries, keys] are quantized before dropout. Where a rule quantizes the output, the results of the input
     projections are quantized by its specification, too.
 
-    With `need_weights=False` torch computes `scaled_dot_product_attention`. So does this layer, unless the
-    quantizer of the probabilities is on, or gradients are quantized: then it computes softmax(query @ key.T + mask) @
-    value in three operations.
+    With `need_weights=False` torch computes `scaled_dot_product_attention`. So does this layer, unless the quantizer of
+    the probabilities is on, or gradients are quantized: then it computes softmax(query @ key.T + mask) @ value in three
+    operations.
 
     Functions that `watch` registers get each input [queries, n, embed_dim] of the output projection, unquantized.
     """

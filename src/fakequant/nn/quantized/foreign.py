@@ -321,8 +321,8 @@ def _first(layer: Any) -> str:
 @torch.no_grad()
 def _tokens_of_experts(top_k_index: Tensor, experts: int) -> list[tuple[int, Tensor, Tensor]]:
     """For each expert with tokens: its index, and the places in k and the tokens that select it in [tokens, k]."""
-    # By place, then by token, as the classes are written. Expert parallelism gives tokens of other processes the index
-    # after the last expert. The numbers of tokens are one copy to the host, and one wait for an accelerator.
+    # Sorted by place, then by token, as in transformers' classes. Expert parallelism gives tokens of other processes
+    # the index after the last expert. Copying the counts of tokens to the host is the only wait for an accelerator.
     index = top_k_index.t().flatten()
     order, ones = index.argsort(stable=True), torch.ones_like(index)
     counts = index.new_zeros(experts + 1).scatter_add_(0, index, ones).tolist()

@@ -72,7 +72,7 @@ def computed_class(layer: nn.Module) -> type[nn.Module]:
 
 
 def why_changed(cls: type[nn.Module]) -> str | None:
-    """The reason why a subclass of a registered layer has no quantized class; None if it has, or has no such base."""
+    """The reason why a subclass of a registered layer has no quantized class; None for any other class."""
     cls = _peeled(cls)[0]
     base = _base(cls)
     if base is None or cls is base:

@@ -35,7 +35,7 @@ class MatMul(nn.Module):
     """
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        """input [..., n, k] times other [..., k, m]."""
+        """The product of input [..., n, k] and other [..., k, m]."""
         return torch.matmul(input, other)
 
 
@@ -43,7 +43,7 @@ class Add(nn.Module):
     """The sum of two activations, for example in residual connections, as a module that `prepare` can quantize."""
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        """Input plus other, broadcast."""
+        """The sum of input and other, broadcast."""
         return input + other
 
 
@@ -482,8 +482,8 @@ class QuantAdd(_QuantPair, Add):
 class QuantBilinear(_QuantPair, nn.Bilinear):
     """Bilinear with quantized inputs [..., in1] and [..., in2] and weight [out, in1, in2].
 
-    The product sums over both of the weight's last axes. Blocks of the weight lie along its last axis, as blocks of
-    the second input.
+    The product sums over both of the weight's last axes. Blocks of the weight lie along its last axis, as blocks of the
+    second input.
 
     >>> model = prepare(nn.Bilinear(4, 6, 2), presets.INT8)
     >>> used = calibrate(model, [(torch.ones(3, 4), torch.ones(3, 6))])
@@ -573,10 +573,10 @@ def leave_fast_paths(model: nn.Module) -> None:
         if not any(isinstance(child, (QuantizedLayer, Quantizer)) for child in module.modules()):
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
-            # What it computes is `activation`; this number is only asked for by the fast path, and 0 keeps it off.
+            # The layer computes `activation`; only the fast path reads this number, and 0 turns the fast path off.
             module.activation_relu_or_gelu = 0
         else:
-            # It makes padded inputs nested tensors for the fast path of its layers, and quantizers take none.
+            # The encoder makes nested tensors of padded inputs for the fast path, which quantizers do not take.
             module.use_nested_tensor = False
 
 

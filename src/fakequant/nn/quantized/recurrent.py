@@ -36,8 +36,8 @@ _PREFIX = "weight_"
 class GateProduct(MatrixProduct):
     """The product of a weight of all gates (in a layer and direction) with the input or hidden state of each step.
 
-    Its rows are the inputs or hidden states of all steps. The layer computes hidden states with this weight in float;
-    a cell gets them from its caller.
+    Its rows are the inputs or hidden states of all steps. The layer computes hidden states with this weight in float; a
+    cell gets them from its caller.
     """
 
     has_steps = True
@@ -56,7 +56,7 @@ class GateProduct(MatrixProduct):
 
     @property
     def _seen(self) -> str:
-        """A name of the factor: both directions multiply the same inputs, but separate hidden states."""
+        """The name of the other factor: both directions share the inputs, but have separate hidden states."""
         return self._ending.removesuffix("_reverse") if self._ending.startswith("ih") else self._ending
 
     @property
@@ -110,7 +110,7 @@ def is_by_row(spec: QuantSpec) -> bool:
 
 _NONE = ""
 _why_not: ContextVar[str | None] = ContextVar("_why_not", default=_NONE)
-"""Why the present exporter writes no loops; None if it writes loops, "" if no exporter runs."""
+"""The reason why the running exporter writes no loops; None if it writes loops, "" without an exporter."""
 _PARAMS = "Tensor weight, Tensor? bias, Tensor? scale, Tensor? zero_point"
 
 
@@ -232,7 +232,7 @@ class LayerQuantizers(NamedTuple):
 
 
 StepQuantizers = GateQuantizers | LayerQuantizers
-"""The quantizers of one layer in one direction, or of a cell, either form."""
+"""Quantizers of one layer in one direction, or of a cell: joined or separate."""
 
 
 def why_no_loop(input: Any, quantizers: Sequence[LayerQuantizers]) -> str | None:
@@ -486,7 +486,7 @@ class Recurrent(Watched, QuantizedLayer):
     ) -> None:
         *_, input_weight, hidden_weight = _names(self.suffixes(self)[place])
         self.show(input_weight, inputs)
-        # What is chosen for the weight will be nearer to it than what rounding to nearest gives.
+        # Codes that a solver chooses will give hidden states nearer to the float weight's than rounding to nearest.
         exact = own._replace(hidden_weight=None)
         self.show(hidden_weight, cache(lambda: hidden(exact)))
 

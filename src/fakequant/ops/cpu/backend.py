@@ -179,7 +179,7 @@ class CpuKernels(Kernels):
     ) -> tuple[Tensor, bool | Tensor]:
         codes = torch.empty_like(x, dtype=self.spec.format.storage)
         found = torch.ops.fakequant_cpu.checked_codes.default(x, scale, zero_point, self.descriptor, codes)
-        # Not found where x has NaN or a parameter is not valid; only the general kernel tells which.
+        # False if x has NaN or a parameter is not valid; only the general kernel tells which.
         return (codes, False) if found else self.encode(x, self._params(scale, zero_point, None))
 
     def quantize(self, x: Tensor, params: QParams, *, mask: bool) -> tuple[Tensor, Tensor | None]:

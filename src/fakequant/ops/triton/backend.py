@@ -37,7 +37,7 @@ _COMPUTED = (torch.float32, torch.float64)
 
 
 class Exclusion(NamedTuple):
-    """A kind of call that the kernels cannot serve, and why; the reference serves it."""
+    """A kind of call that the kernels cannot serve, and the reason; the reference serves such calls."""
 
     what: str
     reason: str

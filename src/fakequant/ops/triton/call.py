@@ -26,7 +26,7 @@ LARGEST_INT32 = 2**31 - 1
 LONGEST_RUN = 8192
 # Runs shorter than this are reduced with those of other rows of memory, which lie side by side in it.
 _SHORT = 16
-# By the numbers of ops/kernel_params.py.
+# The kinds of scales, indexed by the constants in ops/kernel_params.py.
 _KINDS = ("float", "multiplier", "asymmetric", "power_of_two", "under_a_scale")
 _MASKS = {Gradient.CODE_RANGE: "code", Gradient.INPUT_RANGE: "input", Gradient.CLIP: "clip"}
 
@@ -53,7 +53,7 @@ class ScaleChoice:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """The steps from an element to its code and value; each different `KernelCall` is compiled on its own."""
+    """The steps from an element to its code and value; triton compiles a kernel for each different `KernelCall`."""
 
     arithmetic: str
     has_zero_point: bool

@@ -120,7 +120,7 @@ class Masking:
 
 def _shape(place: TilePlace) -> tuple[int, int, int, int]:
     one_row, _ = place.numbering
-    # Then no kernel reads the columns, and triton would compile anew where 16 divides them.
+    # With one row no kernel reads the columns, and triton would compile another kernel if 16 divides them.
     return place.elements, place.run, 1 if one_row else place.columns, place.period
 
 

@@ -2,8 +2,8 @@
 
 Ranges of the finite values of groups are maxima of bit patterns.
 
-Without its sign bit, a float is an integer that rises with the magnitude. Maxima of integers do not depend on the
-order of the programs. inf and NaN count as 0.
+Without its sign bit, a float is an integer that rises with the magnitude. Maxima of integers do not depend on the order
+of the programs. inf and NaN count as 0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def draw_word(position, seed):
 
 @triton.jit
 def load_seed(seed, seed_value):
-    """The seed, from a tensor on the device if there is one, else the number."""
+    """The seed, from the tensor `seed`, or the number `seed_value` if that is None."""
     if seed is not None:
         return tl.load(seed)
     else:

@@ -1,8 +1,8 @@
 """The exact range of groups, and histograms of magnitudes.
 
 If the magnitude bits of negative numbers are inverted, the bits of floats are integers in the order of the numbers,
-from NaN with a sign over -inf, -0.0, 0.0 and inf to NaN without. The largest of these keys tells the highest value,
-and whether all values are finite; the largest inverted key tells the lowest value. Maxima and sums of integers do not
+from NaN with a sign over -inf, -0.0, 0.0 and inf to NaN without. The largest of these keys tells the highest value, and
+whether all values are finite; the largest inverted key tells the lowest value. Maxima and sums of integers do not
 depend on the order.
 """
 
