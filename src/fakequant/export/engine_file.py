@@ -28,9 +28,7 @@ LEAST = 20.0
 
 @dataclass(frozen=True)
 class EngineFile:
-    """The file that `export_executorch`, `export_litert`, `export_coreml` or `export_coreai` wrote.
-
-    It prints as a sentence.
+    """The file of `export_executorch`, `export_litert`, `export_coreml` or `export_coreai`; prints as a sentence.
 
     Attributes:
         path: the file, or the folder of a package.

@@ -220,8 +220,7 @@ def computed_scale(site: EmittedSite) -> str:
 def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
     """Factor float32 scales exactly into codes of their format and shared scales; None if that is not possible.
 
-    `numerics.scales` makes scales [groups, axes kept] as such products, except where it keeps them normal or within a
-    limit.
+    `numerics.scales` makes scales [groups, axes kept] as such products, except those that it raises or limits.
 
     >>> spec = QuantSpec.parse("float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor")
     >>> factor(torch.tensor([[448.0, 3.5, 0.875]]) * 0.1, spec)

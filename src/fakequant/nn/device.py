@@ -550,8 +550,7 @@ def _without_borders(
 ) -> Tensor:
     """The sums of a weight's codes over a whole window, as at positions that no border cuts.
 
-    The shape is [out], for matrices [..., 1, out], and for a transposed convolution, whose sums differ by position, [1,
-    out, ...].
+    The shape is [out], for matrices [..., 1, out]. Sums of a transposed convolution differ by position: [1, out, ...].
     """
     if called.function.name == "matmul":
         return weight.sum(-2, keepdim=True)

@@ -1,8 +1,7 @@
 """The weights of layers and functions, and how each multiplies rows of an input.
 
-`layer.products()` and `site.products()` give a `Product` for each weight. Algorithms, files and reports use it, and
-need no layer classes. A weight that is a matrix gives a `MatrixProduct`; algorithms round other weights to nearest, and
-list them.
+`layer.products()` and `site.products()` give a `Product` for each weight, so algorithms, files and reports need no
+layer classes. A matrix gives a `MatrixProduct`; algorithms round other weights to nearest, and list them.
 """
 
 from __future__ import annotations

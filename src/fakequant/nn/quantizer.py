@@ -761,7 +761,7 @@ class Quantizer(QuantizerPart):
 
         Raises:
             ConfigError: an unknown method or option, one that cannot serve the specification, or nothing to learn,
-                because the range is dynamic or not yet there.
+                because the range is dynamic or not yet set.
 
         >>> quantizer = Quantizer("int8")
         >>> quantizer.set_range(Range(torch.tensor([-1.27]), torch.tensor([1.0])))

@@ -72,8 +72,7 @@ def cannot_choose(
 ) -> str | None:
     """The reason why the kernels cannot compute the scales of a specification from ranges, or None.
 
-    `groups` is the shape of the scales, `order` their axes from slowest to fastest in the kernel (default: as in
-    shape).
+    `groups` is the shape of the scales, `order` their axes from slowest to fastest in the kernel (default: in order).
     """
     if spec.gradient is Gradient.CLIP:
         return "its gradient ends at the values of codes, and the dynamic kernels know those of the range"

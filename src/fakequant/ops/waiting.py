@@ -1,7 +1,6 @@
 """Flags that decide what Python does, read from an accelerator: each read waits until the accelerator is done.
 
-Within `one_wait`, checks whose only effect is an error are deferred, and read together with the next flags that are
-read.
+Within `one_wait`, checks whose only effect is an error are deferred, and read together with the next flags.
 """
 
 from __future__ import annotations
