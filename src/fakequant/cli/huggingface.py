@@ -146,7 +146,7 @@ _WINDOW, _LONGEST = 256, 512
 
 @dataclass(frozen=True)
 class FolderTask:
-    """A measure of a model.
+    """The measure of a model of a folder, and its data.
 
     Attributes:
         label: what is measured; "" if nothing is measured.
@@ -286,7 +286,7 @@ def _perplexity(net: nn.Module, windows: Tensor) -> float:
 
 
 def _batches(tokenizer: Any, texts: list[str], longest: int, alone: bool) -> list[dict[str, Tensor]]:
-    """Tokens of texts with their masks; one at a time for a model that knows no padding."""
+    """Batches of tokens with their masks; of one text each for a model without padding."""
     rows = 1 if alone else _ROWS
     return [
         {
@@ -344,7 +344,7 @@ def _labelled(lines: list[str], where: str, config: Any) -> list[tuple[str, int]
 
 
 def _rows(lines: list[str], where: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a file with their numbers: JSON lines if the first one begins with {, else CSV with a header."""
+    """The rows of a file with their numbers: JSON lines if the first row begins with {, else CSV with a header."""
     if not next(line for line in lines if line.strip()).lstrip().startswith("{"):
         try:
             yield from enumerate(csv.DictReader((f"{line}\n" for line in lines), skipinitialspace=True, strict=True), 1)

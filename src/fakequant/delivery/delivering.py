@@ -165,7 +165,7 @@ def _own_reason(part: Part, state: QuantizedState, unfixed: Collection[str], *, 
 
 
 def _nearest(format: DeliveryFormat, part: Part) -> str:
-    """The preset nearest to how a layer is quantized that a format can hold, as the end of a message."""
+    """The end of a message that names, of the presets that a format can hold, the nearest to a layer's quantization."""
     if not part.weight:
         return "; leave it in float by Rule(pattern)"
     held: dict[str, tuple[bool, float, float]] = {}
@@ -204,12 +204,12 @@ _KNOWN = (
     *("generation_config.json", "*processor_config.json", "chat_template*", "LICENSE*", "NOTICE*"),
     *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
 )
-"""Names of files that are copied; others may be the user's, and a delivery is made to be shared."""
+"""Patterns of files that are copied; other files may be private, and a delivery is made to be shared."""
 _OF_MODULES = ("config.json", "*_config.json", "model.safetensors", "pytorch_model.bin")
 _LARGE = 64 * 2**20
-"""Bytes from which a file is none of a tokenizer, a configuration or a small module."""
+"""The most bytes of a file that is copied: tokenizers, configurations and small modules have fewer."""
 _BUFFERS = ("inv_freq", "position_ids", "attn.bias", "masked_bias")
-"""Ends of names of buffers that older files have, and that models make by themselves."""
+"""Ends of names of buffers in older files, which models compute by themselves."""
 _MODULES, _GENERATION = "modules.json", "generation_config.json"
 
 

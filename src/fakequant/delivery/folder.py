@@ -234,7 +234,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """By path, why a folder cannot hold a layer of a model of transformers: the model's class makes another one there.
+    """By path, why a folder cannot hold a layer of a model of transformers: the model's class makes another layer.
 
     Args:
         layers: quantized, by path.

@@ -85,7 +85,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The name of the product in messages."""
+        """The name of the part in messages."""
         return join(self.path, self.call) if self.call else module_name(self.path)
 
     @property
@@ -216,7 +216,7 @@ class DeliveryFormat(ABC):
         """
 
     def build(self, path: Path) -> nn.Module:
-        """A float model for a file or folder, with values of no meaning."""
+        """A float model by the configuration in a file or folder, with meaningless weights."""
         raise CheckpointError(f"{path} does not say which model it is of; give one: fakequant.read(path, model)")
 
     def engines(self, path: Path, model: nn.Module) -> Iterable[LoadedFile]:
@@ -228,7 +228,7 @@ _added: dict[str, DeliveryFormat] = {}
 
 
 def register_delivery(format: DeliveryFormat) -> None:
-    """Add a format for `deliver`, `read` and `verify_delivery`; one of the same name is replaced.
+    """Add a format for `deliver`, `read` and `verify_delivery`; a format of the same name is replaced.
 
     Raises:
         CheckpointError: no instance of a `DeliveryFormat`, or one without a name.
@@ -334,7 +334,7 @@ def paired(operands: Mapping[str, Operand]) -> dict[str, str]:
 
 
 def float_names(model: nn.Module) -> list[str]:
-    """The names in the state dict without those of quantizers: the state dict of the float model."""
+    """The names in a model's state dict without those of quantizers: the names of the float model."""
     return without_quantizers(with_stored(model, model.state_dict()), quantizers(model))
 
 
@@ -561,7 +561,7 @@ def _dequantized(model: nn.Module, state: QuantizedState) -> QuantizedState:
 
 
 def decoded(format: DeliveryFormat, path: Path, model: nn.Module) -> QuantizedState:
-    """The state in a file or folder; each access reads its tensors; a CheckpointError where it is damaged."""
+    """The state in a file or folder, whose tensors are read at each access; a CheckpointError for damage."""
     with _damage(format, path):
         state = format.decode(path, model)
     tensors, weights = (

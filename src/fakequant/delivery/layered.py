@@ -34,7 +34,7 @@ FLOATS = {torch.float16: ScaleSpec("float16"), torch.bfloat16: ScaleSpec("bfloat
 """Types in which files have scales."""
 _INPUTS = "_input_transform"
 OTHERS = "tensors that the model does not load"
-"""The key in the header of a file with the names of such tensors, as those of MTP layers."""
+"""The key in a file's header of the names of tensors that the model does not load, such as those of MTP layers."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class LayerTensors:
         return join(self.base, end) in self.tensors
 
     def get(self, end: str, dtypes: torch.dtype | Iterable[torch.dtype], *shapes: Sequence[int]) -> Read:
-        """A function that reads a tensor in the first shape; a CheckpointError if it is missing, or not as expected."""
+        """A function that reads a tensor in the first shape; a CheckpointError if the tensor does not fit."""
         key, allowed = join(self.base, end), (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
         if key not in self.tensors:
             raise CheckpointError(f"{self.folder.path} lacks {key}; it is damaged, or of another model or version")
@@ -230,7 +230,7 @@ class LayeredFormat(DeliveryFormat):
         return SitesEntry(), {}
 
     def skips(self, name: str) -> str | None:
-        """The reason to skip a tensor that the model has no place for; None if the file is damaged."""
+        """The reason to skip a tensor that the model has no place for, "" for no warning; None for damage."""
         return "" if name.endswith("rotary_emb.inv_freq") else None
 
 

@@ -237,7 +237,7 @@ def _numbers(weight: WeightCodes) -> list[Tensor]:
 
 
 def _middle(format: Format) -> int:
-    """The code of an unsigned integer format that is 0 among signed ones."""
+    """The code of an unsigned integer format that corresponds to the signed code 0; 0 for other formats."""
     return 1 << format.bits - 1 if format.has_zero_point and not format.signed else 0
 
 

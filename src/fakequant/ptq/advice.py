@@ -100,12 +100,12 @@ def _shown(value: Any, name: str) -> str:
 SAME_SIZE = 1.15
 """Models whose bytes differ by up to this factor are of one size: weights of 4 bits take 4.0 to 4.5 with scales."""
 _NO_HOPE = 25.0
-"""Decibels below the floor from which only presets are tried, except in the best size: the most that methods and
-`improve` gained in any model of the benchmarks is 18, a CNN with gates and weights of 4 bits."""
+"""A size so many decibels below the floor is tried by presets alone, unless it is the best: methods and `improve`
+gained at most 18 in the benchmarks, in a CNN with gates and weights of 4 bits."""
 _LITTLE = 3.0
-"""Decibels below the floor up to which `improve` by "best" is tried: it takes 7 times "fast" for at most 1.5 more."""
+"""Up to so many decibels below the floor, "best" is tried: it takes 7 times as long as "fast" for up to 1.5 dB more."""
 _TWO = 2
-"""How many presets of a size are tried by more than the default."""
+"""How many presets of a size are tried with other methods, and with `improve`."""
 TIERS = ("presets", "calibration methods", 'improve "fast"', 'improve "best"')
 """What is tried, the cheapest first."""
 

@@ -35,7 +35,7 @@ _BUDGETS = {"bits": "5", "size": "1e6", "loss": "1e-3", "operations": "40", "flo
 """An example of each budget, for error messages."""
 _NAMED = 3
 _UNITS = 20_000
-"""Steps in which sizes are counted where they have no larger common divisor: 0.005 % of the largest size."""
+"""The number of steps in which sizes are counted, unless their common divisor is larger than such a step."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def _logits(outputs: Any, axis: int | None) -> Tensor:
 def losses_alone(
     model: nn.Module, quantized: Mapping[str, nn.Module], layers: Sequence[str], loss: Metric, progress: bool | None
 ) -> dict[tuple[str, str], Tensor]:
-    """By layer and choice, what quantizing only this layer adds to a loss, as an error in a direction of its own.
+    """By layer and choice, errors [layers] whose mean square is the increase of a loss by quantizing only this layer.
 
     The smaller loss(model), the better. A layer that lowers the loss counts as 0.
     """
@@ -599,7 +599,7 @@ def _is_scored(module: nn.Module) -> bool:
 
 
 def _left_in_float(model: nn.Module) -> list[Rule]:
-    """A rule that leaves classes without scores in float, so that `prepare` does not warn of them; [] without any."""
+    """A list with a rule that leaves classes without scores in float, without warnings; [] if there are none."""
     kinds = {type(module).__name__ for module in model.modules() if not _is_scored(module)}
     return [Rule("*", layers=tuple(sorted(kinds)), optional=True)] if kinds else []
 

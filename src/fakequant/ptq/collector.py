@@ -199,8 +199,7 @@ _OUTPUT = "output in float, by an attribute of the model, inputs= or forward="
 def run_of(model: nn.Module, batches: KeptBatches, steps: Iterable[str] = ()) -> dict[str, str]:
     """By name, texts and digests of all that a run of `improve` or `compare` depends on.
 
-    Attributes, functions and buffers that are not stored are in no state: the output of the first batch stands for
-    them.
+    The output of the first batch stands for attributes, functions and buffers that are in no state dict.
 
     Raises:
         NoDigestError: a batch holds an object that is not plain.
@@ -274,7 +273,7 @@ def _are_same(calls: Calls | None, others: Calls | None) -> bool:
 
 
 StepsOf = Callable[[str], Sequence[str]]
-"""Gives the steps for a layer by its name."""
+"""A function of a layer's name that returns the steps for the layer."""
 TRANSFORMS = "smooth", "rotate"
 """The steps that put a transform before inputs."""
 _OTHER_ROWS = '"drift" was left out: the rows of its input are others in the float model'

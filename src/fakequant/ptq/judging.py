@@ -34,7 +34,7 @@ SURE, SURE_OF_PART = 1.0, 2.0
 """By how many standard errors the mean log ratio of rows' errors must fall: for all changes, and for one of many parts.
 Of 24 small networks with 24 rows, 14 lost on new rows without a judge, and 1 with these thresholds."""
 _LEAST = 0.1
-"""This share of the mean error is added to errors of rows before their ratio: that of two small errors is chance."""
+"""This share of the mean error is added to rows' errors before ratios are taken: a ratio of small errors is chance."""
 MAY_LOSE = 0.01
 """The share of the float model's metric that may be lost: 99 % of it are enough."""
 EVERY = 2

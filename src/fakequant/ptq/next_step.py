@@ -60,7 +60,7 @@ def kinds_of(target: str | None) -> Sequence[Sequence[str]]:
 
 
 def rivals(names: Iterable[str]) -> set[str]:
-    """All presets that are of the same kind as one of these presets for any engine, with these.
+    """All presets that any engine lists in the same kind as one of these presets.
 
     >>> sorted(rivals(["W8A8_DYNAMIC"]))
     ['FP8', 'W8A8_DYNAMIC']
@@ -104,7 +104,7 @@ def static_inputs(model: nn.Module) -> dict[str, Quantizer]:
 
 
 def methods_of(held: Iterable[Quantizer]) -> list[str]:
-    """The calibration methods, with default options, that reproduce the scales of all quantizers; the last used first.
+    """The calibration methods with default options that reproduce all quantizers' scales; the one that was used first.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8")
     >>> used = calibrate(model, [torch.randn(64, 4)], "entropy")
@@ -127,7 +127,7 @@ def methods_of(held: Iterable[Quantizer]) -> list[str]:
 
 
 def weight_methods_of(model: nn.Module) -> list[str | None]:
-    """The first method that reproduces the weights' scales as a list, [None] for the default; [] if there is none."""
+    """A list with the first method that reproduces the weights' scales, [None] for the default; [] if none does."""
     held = {path: one for path, one in quantized_weights(model).items() if one.quantizer.scale is not None}
     try:
         tensors = {path: fresh_weight(one, path).detach() for path, one in held.items()}
@@ -263,7 +263,7 @@ _NAMES = {
 _MUCH = 0.5
 """If a change leaves less than this share of the error, changes that take longer are not tried."""
 _WORST = 2
-"""Layers that are tried in float: those that hurt the output most."""
+"""How many layers are tried in float: those that hurt the output most."""
 
 
 Command = Callable[..., str]

@@ -85,7 +85,7 @@ class LearnedWeight:
         self.factor = torch.ones_like(self._range.hi, requires_grad=True)
         """The factor of each group's range."""
         self.rounding = torch.zeros_like(self._weight)
-        """Offsets in steps, or relaxed shares before their sigmoid."""
+        """The learned rounding: offsets in steps, or relaxed shares before their sigmoid."""
         if mode == "relaxed":
             share = torch.where(self._gap > 0, (self._weight - self._low) / self._gap, 0.0).clamp(0, 1)
             self.rounding = ((share - _LOW) / (_HIGH - share)).log()
@@ -145,8 +145,8 @@ _REGULARIZER = 10.0  # its weight, where the first loss counts as 1 for every va
 class Preset:
     """What a block learns.
 
-    Learning rates are given by how far a value can go if all steps have one direction. Those of steps by sign fall to 0
-    along a line; those of Adam stay.
+    A learning rate is given as the distance that a value goes if all steps have one direction. Rates of steps by sign
+    fall linearly to 0; rates of Adam are constant.
 
     Args:
         rounding: "offset": each weight moves by up to half of a step before it is rounded (AutoRound); "relaxed": each

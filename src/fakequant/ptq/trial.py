@@ -183,7 +183,7 @@ class Preparation(NamedTuple):
         return cls(example, inputs, target, folds)
 
     def target_for(self, preset: str | Config) -> str | None:
-        """The target to prepare a preset for; None if an engine places quantizers and it has no static inputs."""
+        """The target for a preset; None for one without static inputs if the engine places quantizers."""
         return self.target if not places(self.target) or has_static_inputs(preset) else None
 
 
@@ -441,7 +441,7 @@ class ChangeTrials:
         return Tried(what, code, after, size, score, helps=found, by_chance=by_chance)
 
     def _side(self, made: KeptBatches, outputs: OutputDistance) -> _Side:
-        """A side with the errors of the model before a change, calibrated by `ranges` with the batches `made`."""
+        """The _Side with the errors of the model before a change, calibrated by `ranges` with the batches `made`."""
         self._restore()
         before = self._restore
         if self._ranges is not None:

@@ -33,7 +33,7 @@ from fakequant.report.data import Channels, Clip, Distribution, Layer
 from fakequant.restore import restore_after, state_of
 
 VALUES = 65_536
-"""Values of the model's output from which a ratio in dB is measured; fewer would leave it less certain."""
+"""How many values of the model's output a ratio in dB is measured on; fewer would make the ratio uncertain."""
 _FEWEST = 2
 
 

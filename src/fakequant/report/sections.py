@@ -114,7 +114,7 @@ def _accuracy(data: ReportData) -> str:
 
 
 def _layers(data: ReportData) -> str:
-    """The ten worst layers, and all layers in network order."""
+    """The HTML of the ten worst layers, and of all layers in network order."""
     layers = data.layers
     if not layers:
         return ""
@@ -197,7 +197,7 @@ def blocks(names: Sequence[str]) -> dict[str, str]:
 
 
 def measured(value: float | None) -> str:
-    """A cell with a ratio in dB, coloured, with a bar."""
+    """The HTML of a table cell with a ratio in dB, coloured, with a bar."""
     if value is None:
         return "<td></td>"
     length = 100 * min(max(value, 0.0), _LONGEST) / _LONGEST

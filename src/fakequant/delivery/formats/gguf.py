@@ -44,7 +44,7 @@ _LLAMA_CPP = 1e-2
 
 
 class Gguf(DeliveryFormat):
-    """Linear layers, experts and embeddings of language models, in the types of GGUF that are a lattice."""
+    """Linear layers, experts and embeddings of language models, in the types of GGUF with a code for each weight."""
 
     name = "gguf"
     suffix = ".gguf"

@@ -46,7 +46,7 @@ _HOLDS = (
     f"{', '.join(map(str, _FLOATS.values()))}"
 )
 _SPECS = "specifications of the weights"
-"""The key in the header of a file with the specifications by the paths of layers, of which the tensors say less."""
+"""The key in a file's header of the specifications by path of a layer, which tensors do not show completely."""
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Of logits, as a share of the peak: MLX adds products in another order, and rounds weights in half precision twice."""
 
@@ -320,7 +320,7 @@ def _unpacked(stored: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def _said(values: Any) -> _Layout | str:
-    """The layout in a configuration, or what is wrong with it."""
+    """The layout in a configuration, or a text that says what is wrong with the configuration."""
     if not isinstance(values, dict):
         return f"quantization is {values!r:.40}, and not a layout"
     mode = values.get("mode", "affine")

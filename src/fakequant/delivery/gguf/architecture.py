@@ -142,7 +142,7 @@ _ROTARIES = {
     "yarn": _LONGER,
     "longrope": ("long_factor", "short_factor", *_LONGER),
 }
-"""The keys that a file says of each type of rotary positions, beside the base."""
+"""By type of rotary positions, the parameters that a file can state besides the base."""
 
 
 def rotary_of(config: Any, kind: str = "full_attention") -> dict[str, Any]:
@@ -254,7 +254,7 @@ class GgufNames:
         }
 
     def of(self, name: str) -> list[str]:
-        """The names in the file of a tensor, in the order of its rows, mostly one; a CheckpointError without one."""
+        """The names in the file of a tensor, in the order of its rows, mostly one; a CheckpointError if none."""
         parts = self._architecture.parts
         names = [name.removesuffix(end) + own for end, all in parts.items() if name.endswith(end) for own in all]
         found = [self._names.get_name(one, try_suffixes=(".weight", ".bias")) for one in names or [name]]
@@ -285,7 +285,7 @@ class GgufNames:
 
 
 def llama3_frequencies(config: Any) -> dict[str, Tensor]:
-    """The divisors of Llama 3.1's rotary frequencies; llama.cpp reads them as a tensor."""
+    """The divisors of Llama 3.1's rotary frequencies, which llama.cpp reads as a tensor; {} for other types."""
     rotary = rotary_of(config)
     if rotary["rope_type"] != "llama3":
         return {}
@@ -340,7 +340,7 @@ _MIXTURES: dict[str, tuple[str, dict[str, list[_Choice]]]] = {
     "Q5_K_S": ("Q5_K", {}),
     "Q5_K_M": ("Q5_K", _MORE),
 }
-"""The type of most weights, and for weights by name their exceptions: (in which layers, type), the first that holds."""
+"""By mixture, the type of most weights, and by weight the exceptions: (in which layers, type), the first that holds."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 _LAYERS_OF_70B = 80
 
@@ -518,7 +518,7 @@ REST = "fakequant.rest."
 
 
 class NamedTensors:
-    """The tensors of a file by their names in a model."""
+    """Reads the tensors of a file by their names in a model; a CheckpointError if the two do not fit."""
 
     def __init__(self, path: Path, model: nn.Module) -> None:
         self.file, self.model, architecture = blocks.GgufFile(path), model, architecture_of(model)
@@ -600,7 +600,7 @@ class NamedTensors:
         return replace(found, quantizers=tuple(join(one.path, one.attribute) for one in self._readers(name)))
 
     def _tensor(self, name: str) -> Tensor:
-        """A tensor without codes; if its type is no lattice, the package gguf dequantizes it."""
+        """A tensor without codes; the package gguf dequantizes types that have no code for each weight."""
         kind = self.stored[name].kind
         if kind not in ("F32", "F16", "BF16"):
             return self.theirs(name)
@@ -612,7 +612,7 @@ class NamedTensors:
         return (values.view(torch.bfloat16) if kind == "BF16" else values).to(self.like[name].dtype)
 
     def theirs(self, name: str) -> Tensor:
-        """The values that the package gguf reads, once rounded to the dtype of the model."""
+        """The values of a tensor as the package gguf dequantizes them, rounded once to the dtype of the model."""
         gguf = blocks.require_gguf()
         values = gguf.quants.dequantize(self._rows(name), gguf.GGMLQuantizationType[self.stored[name].kind])
         values = torch.from_numpy(values).reshape(self.stored[name].shape)

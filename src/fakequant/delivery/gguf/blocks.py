@@ -1,4 +1,4 @@
-"""Blocks of GGUF: from codes, scales and minima to bytes and back, for every type whose blocks hold a lattice.
+"""Blocks of GGUF: from codes, scales and minima to bytes and back, for every type with a code for each weight.
 
 Source: ggml-common.h and ggml-quants.c of llama.cpp, whose names the types have. Values, with q a code:
 d * q; d * q + m (Q4_1, Q5_1); d * sc * q - dmin * m (Q2_K, Q4_K, Q5_K); d * sc * q (Q3_K, Q6_K, IQ4_XS, whose codes
@@ -29,7 +29,7 @@ from fakequant.numerics.scales import StoredScales
 from fakequant.numerics.spec import QuantSpec
 
 _CHUNK = 1 << 18
-"""Codes that are worked on at once: they and what becomes of them stay in a cache of 1 MB."""
+"""Codes that are converted at once: these and their results fit a cache of 1 MB."""
 
 Array = np.ndarray
 Numbers = Mapping[str, Array]
@@ -313,7 +313,7 @@ def unpack(kind: str, raw: Array) -> dict[str, Array]:
 
 
 def _put(numbers: Array, raw: Array) -> None:
-    """Fill bytes [blocks, size], each block by one copy: a loop over bytes takes twice as long, of a number 8 times."""
+    """Fill bytes [blocks, size], each block by one copy: a loop over bytes takes 2 to 8 times as long."""
     whole = f"V{raw.shape[1]}"
     raw.view(whole)[:] = numbers.view(np.uint8).reshape(raw.shape).view(whole)
 
@@ -340,7 +340,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 """Types of metadata by their number, as `struct` names them; two more are texts and arrays."""
 _TEXT, _ARRAY = 8, 9
 _FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F64": np.dtype("<f8")}
-"""Types without blocks, and what their bytes are read as."""
+"""Types without blocks, and the numpy dtypes of their bytes."""
 _MOST_AXES = 4
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -616,7 +616,7 @@ def _holds(own: QuantSpec, spec: QuantSpec) -> bool:
 
 @cache
 def _form(spec: QuantSpec) -> tuple[Any, ...]:
-    """The shapes of blocks of weights and of scales in two rows, and the stored numbers of each block."""
+    """What `_holds` compares of specifications: symmetry, shapes of blocks, and formats of scales and offsets."""
     try:
         groups = spec.granularity.group_shape(_ROWS)
         stored = [

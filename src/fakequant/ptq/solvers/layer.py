@@ -28,7 +28,7 @@ between them, see docs/notes/improve.md."""
 _ROWS = 128
 """Outputs of a matrix on which "damping" is chosen: more outputs lead to the same choice."""
 _HALF = 0.9
-"""The error on new rows of values that all rows chose, as a share of that of values that half of the rows chose."""
+"""The error on new rows of values chosen by all rows, relative to that of values chosen by half of the rows."""
 ENOUGH_ROWS = 16
 """Rows per column from which on the gain of all steps holds on new rows; with fewer, halves of the rows judge steps."""
 

@@ -27,7 +27,7 @@ from fakequant.ops.sweep import nearest, sweep
 from fakequant.ptq.solvers.sums import InputSums
 
 STRUCTURED = 0.3
-"""The share of zeros in a weight above which they are a structure that the user made, such as 2:4, and stay."""
+"""The share of zeros in a weight above which the zeros count as a structure of the user's, such as 2:4, and stay."""
 _BITS = 33  # steps of a bisection over all float32 numbers
 
 

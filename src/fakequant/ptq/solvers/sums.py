@@ -22,7 +22,7 @@ _NOISE = 1e-6
 """A variance below this share of the mean square comes from the rounding of float32 products."""
 
 MOST_DRIFT = 0.5
-"""The largest variance of a drift, as a share of that of the rows, with which it is used; unrelated rows have 2."""
+"""The largest variance of a drift, as a share of that of rows, with which the drift is used; unrelated rows have 2."""
 
 
 @dataclass

@@ -69,7 +69,7 @@ class Parts:
         cuts = [n for n in range(1, shape[1] + 1) if shape[1] % n == 0]
 
         def keeps_groups(count: int, granularity: Granularity, shape: Shape) -> bool:
-            """Whether parts of a tensor cut no group but one that holds all, or a row that shares its scale."""
+            """Whether a split cuts no group: all is one group, rows share one scale, or groups are divided whole."""
             groups, rows = granularity.group_shape(shape), granularity.block_shape(shape)[0]
             whole = shares or (shape[1] % groups[1] == 0 and groups[1] % count == 0)
             return max(groups) == 1 or (rows == 1 and whole)
