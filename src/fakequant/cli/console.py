@@ -46,7 +46,7 @@ class Commands(TyperGroup):
         except KeyboardInterrupt as interrupt:
             _print(str(interrupt) or "interrupted", "bold red")
             raise typer.Exit(130) from None
-        except Exception as error:  # of code in a recipe, which is named; all others are raised
+        except Exception as error:  # errors of a recipe's code are named; others are raised
             lines, trace = list[str](), error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename not in LOADED:
                 trace = trace.tb_next
@@ -109,7 +109,7 @@ def failures_named(model: nn.Module, verbose: bool = False) -> Iterator[None]:
         if where is None or (ours and at is None):
             raise
         which = "the model" if at is None else f"batch {at[0]} of calibration_batches(), {described(at[1])},"
-        if ours:  # which says what to do
+        if ours:  # the message says what to do
             raise RecipeError(f"{which} failed{where}: {cause}") from cause
         raise RecipeError(
             f"{which} failed{where}: {one_line(cause)}; correct the batch or the model (-v shows the traceback)"

@@ -80,7 +80,7 @@ def publish(new: Path, out: Path) -> None:
             for part in PARTS:
                 if (new / part).is_file():
                     _move(new / part, out / part)
-                elif is_ours:  # what no run wrote is not removed
+                elif is_ours:  # files that no run wrote stay
                     (out / part).unlink(missing_ok=True)
             if alone:
                 remove_unnamed(checkpoint, before)

@@ -301,7 +301,7 @@ class _LayeredReader:
             reasons |= dict.fromkeys(others, why)
         for name, reason in reasons.items():
             if reason is None and name.endswith(".bias") and not self.tensors[name].any():
-                reasons[name] = ""  # which some writers add to layers that have none
+                reasons[name] = ""  # a bias of 0 that some writers add to layers without a bias
         if damage := [name for name, reason in reasons.items() if reason is None]:
             raise CheckpointError(
                 f"{self.folder.path} has tensors for which the model has no place: {listed(sorted(damage))}"
@@ -386,7 +386,7 @@ def _without_zero_scales(one: CodedWeight) -> list[Tensor]:
         return [codes, scale, *([] if point is None else [point])]
     peak = scale.max()
     filled = torch.where(empty, torch.where(peak > 0, peak, torch.ones_like(peak)), scale)
-    zeros = torch.zeros_like(codes)  # which is the code of the offset alone
+    zeros = torch.zeros_like(codes)  # the code 0 has the value of the offset alone
     if spec.offset is None:
         zeros, _ = quantize(torch.zeros(codes.shape, device="cpu"), spec, scale=filled.float(), zero_point=point)
     sizes = [-(-whole // groups) for whole, groups in zip(codes.shape, scale.shape, strict=True)]

@@ -575,9 +575,9 @@ def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: st
     if note or missed:
         return LoadedFile(name, notes=[f"Outputs are not compared in {name}: it {note}." if note else missed])
     loaded: Any = by_transformers(path, dtype, **options)
-    if runs_in_bfloat16(coded):  # which the first call would do, and which other dtypes need before
+    if runs_in_bfloat16(coded):  # the first call would decompress; other dtypes need it earlier
         loaded.hf_quantizer.compressor.decompress_model(loaded)
-    # It decompresses experts in bfloat16; of other models a conversion would round buffers that are float32.
+    # transformers decompresses experts in bfloat16; to convert other models would round their float32 buffers.
     loaded = loaded.to(dtype) if dtype is torch.float32 else loaded
     is_of_servers = bool(_computed_by_servers(model))
     notes = [f"Outputs of {name} are compared by its rule: {OTHER_RULE}."] if is_of_servers else []

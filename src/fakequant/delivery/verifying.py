@@ -137,7 +137,7 @@ def _dummy_batches(model: nn.Module) -> tuple[list[Any], str]:
         batch = {name: x.to(next(model.parameters()).device) for name, x in batch.items()}
         with evaluating(model), torch.no_grad():
             model(**batch)
-    except Exception as error:  # as of a model of images, or of fewer tokens: these are no inputs of it
+    except Exception as error:  # for example, a model of images, or with fewer tokens
         return [], f"the model does not run on its dummy_inputs ({type(error).__name__}: {error})"
     return [batch], "dummy_inputs"
 
@@ -147,7 +147,7 @@ def _failing(report: DeliveryReport, what: str) -> Iterator[None]:
     """A context that adds an error of another program to the report, so that earlier comparisons are kept."""
     try:
         yield
-    except Exception as error:  # a program of others raises any, as transformers does OSError, KeyError, RuntimeError
+    except Exception as error:  # other programs raise any error: transformers OSError, KeyError, RuntimeError
         report.failed.append(f"{what}: {type(error).__name__}: {error}")
 
 
@@ -163,7 +163,7 @@ def _compare_states(
         if name in live.weights and name in stored.weights:
             row = Row(name, str(live.weights[name].spec), "codes")
             _count(row, _numbers(live.weights[name]), _numbers(stored.weights[name]))
-        elif name in live.weights and name in stored.tensors:  # which the format holds by the values of its codes
+        elif name in live.weights and name in stored.tensors:  # the format stores the values of the codes
             row = Row(name, str(live.weights[name].spec), "values")
             _count(row, [live.weights[name].values()], [stored.tensors[name]])
         else:

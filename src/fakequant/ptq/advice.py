@@ -473,7 +473,7 @@ def advise(  # noqa: PLR0913  all but the first two by name
         raise ConfigError(f"metric(model) gives {exact} for the float model; it must be a finite number")
     enough = float(floor) if floor is not None else FLOOR if exact is None else exact - MAY_LOSE * abs(exact)
     with ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # they speak of copies that are not kept
+        warnings.simplefilter("ignore", UserWarning)  # warnings about copies that are not kept
         search = _VariantSearch(trials, kinds, enough, progress, scorer)
         if folder is not None:
             stack.enter_context(locked(folder, wait=False))
@@ -505,7 +505,7 @@ class _VariantSearch:
         for name in presets:
             try:
                 self.bytes[name] = parameter_bytes(trials.prepared(name))[1]
-            except (FakeQuantError, RuntimeError) as error:  # torch's own are RuntimeErrors, as of memory
+            except (FakeQuantError, RuntimeError) as error:  # torch raises RuntimeError, as for memory
                 details = str(error).strip().splitlines()[1:2]  # of an error that lists parts, the first
                 self.refused[name] = " ".join([first_line(error), *(line.strip() for line in details)])
         if not self.bytes:

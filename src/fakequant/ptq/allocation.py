@@ -166,7 +166,7 @@ class Scores:
         """
         if over not in ("bits", "operations"):
             raise ConfigError(f'expected over="bits" or "operations", got {over!r}')
-        groups = list[tuple[Sequence[str], dict[str, Score]]]()  # layers that get one choice, and what each costs them
+        groups = list[tuple[Sequence[str], dict[str, Score]]]()  # layers that share a choice, and scores by choice
         for group in self.ties:
             scored = [self.layers[layer] for layer in group]
             names = [name for name in scored[0] if all(name in own for own in scored)]
@@ -243,7 +243,7 @@ class Scores:
             nearest = f"the fewest bit operations for a multiply-accumulate are {curve[0].operations_per_product:.4g}"
         elif bits is not None:
             fitting = [point for point in curve if point.bits <= bits * point.weights][-1:]
-            mix = curve[0]  # with the layers by which it exceeds the budget most
+            mix = curve[0]  # the message names the layers that exceed the budget most
             own = {layer: self.layers[layer][name].bits for layer, name in mix.choices.items() if self.weights[layer]}
             excess = sorted(own, key=lambda layer: bits * self.weights[layer] - own[layer])
             large = [layer for layer in excess[:_NAMED] if own[layer] > bits * self.weights[layer]]
@@ -407,7 +407,7 @@ def _add_errors(
         errors = {(name, choice): _error(twin.get_submodule(name), x.detach()) for choice, twin in quantized.items()}
         y = y if y.requires_grad else y.detach().requires_grad_()  # the gradients begin at the first layers
         calls.append((errors, y))
-        return y.clone()  # which the model may write into
+        return y.clone()  # a copy, because the model may write into the output
 
     hooks = [
         layer.register_forward_hook(

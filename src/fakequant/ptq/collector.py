@@ -164,7 +164,7 @@ class ChosenLayersFolder:
                 f"{path} holds no chosen layer ({type(error).__name__}); give another folder"
             ) from error
         if other := [what for what in self._run if held.get(what) != self._run[what]]:
-            other = [what for what in other if what != _OUTPUT] or other  # it follows from the others
+            other = [what for what in other if what != _OUTPUT] or other  # the output follows from the other entries
             changed = " and ".join(f"another {what}" for what in other)
             raise CheckpointError(
                 f"{path.parent} holds a run of improve with {changed}; continue with what it had, or give "
@@ -360,7 +360,7 @@ class Collector:
         for name in names[names.index(stage.name) + 1 :] if all(call.has_input_of(call) for call in calls) else []:
             own = self._layers[name]
             is_fixed = name in self._with_input or (own.input_quantizer is None and own.input_transform is None)
-            is_fixed = is_fixed and not own.is_stack and name not in self._added_to  # what it is added to comes later
+            is_fixed = is_fixed and not own.is_stack and name not in self._added_to  # the operand comes later
             if is_fixed and calls and self._sees_same(first, own, calls[0]):
                 found.append(name)
         everywhere = self._processes.all(found)
@@ -373,7 +373,7 @@ class Collector:
         def unmasked(inputs: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
             selected = self._batches.mask.select
             found = {id(x): layer.with_axis(selected(stage.name, layer.layer, x, mask)) for x in inputs}
-            return tuple(found[id(x)] for x in inputs)  # those that are one tensor stay one
+            return tuple(found[id(x)] for x in inputs)  # inputs that are the same tensor stay the same tensor
 
         return {
             number: [unmasked(layer.inputs(call), self._batches.masks[number]) for call in calls]
@@ -393,7 +393,7 @@ class Collector:
         inputs = [calls for calls in seen if calls]
         if not inputs:
             return InputChoice(None, None, {})
-        if len(inputs) == 1:  # each part is judged by what the others make, as each batch else
+        if len(inputs) == 1:  # each part is judged by what the other parts choose
             inputs = parts_of(inputs[0])
         left, params = dict[str, float](), None
         if "input" in steps and not own.dynamic:
@@ -440,14 +440,14 @@ class Collector:
         """For each matrix of a weight, the sums over its quantized inputs."""
         product, own = self._layers[stage.name], self.inputs(stage)
         seen: _ReadSums | None = None
-        if self._last is not None:  # whether it got the same inputs and made the same rows of them
+        if self._last is not None:  # whether the last layer got the same inputs, and made the same rows of these
             last, earlier, sums = self._last
             now = stage.all_calls
             same = len(now) == len(earlier) and all(a.has_input_of(b) for a, b in zip(now, earlier, strict=True))
             if same and self._sees_same(self._layers[last], product, now[0]):
                 seen = sums
             del earlier, sums
-        self._last = None  # what it holds is freed before new sums are made
+        self._last = None  # frees the old sums before new ones are made
         seen = None if None in self._processes.all(seen and True) else seen
         others = {} if wanted is None else self.inputs(wanted)
         is_alike = tree_map(_shape, others) == tree_map(_shape, own)

@@ -133,7 +133,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
             processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"
         )
         kept = Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask, progress=progress).kept()
-        distinct = kept.distinct()  # a batch that repeats one that chose would judge what it chose itself
+        distinct = kept.distinct()  # a repeated batch would judge choices that its twin made
         held_out = HeldOut.of(distinct, EVERY_OF_CHOICES, judge)
         finished = ChosenLayersFolder(
             checkpoint, {} if checkpoint is None else run_of(model, held_out.made, chosen_steps)
@@ -338,7 +338,7 @@ def _looked_at(
     layers = {path: own for path, own in weights.items() if isinstance(own, MatrixProduct) and not _why_not(own, {})}
     recorded = call_order(model, layers, batches)
     fixed = fixed_parameters(model, recorded.first)
-    notes = {path: _why_not(product, fixed) for path, product in weights.items()}  # calls show what functions compute
+    notes = {path: _why_not(product, fixed) for path, product in weights.items()}  # the run shows functions' weights
     layers = {path: own for path, own in layers.items() if notes[path] is None}
 
     def see(stage: Stage) -> None:

@@ -160,7 +160,7 @@ def _calibrator(quantizer: Quantizer, method: str) -> Calibrator | None:
     calibrator = make_calibrator(method, quantizer.spec)
     try:
         calibrator.load_from(quantizer.collected)
-    except ConfigError:  # it collected less
+    except ConfigError:  # the kept data are not enough for the method
         return None
     return calibrator
 
@@ -332,7 +332,7 @@ def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USU
     has_signal = trials.error < NO_SIGNAL
     little = (
         trials.error < LITTLE if known.lost is None else known.lost <= MAY_LOSE
-    )  # with a metric it decides, and not the error
+    )  # the metric decides, and without a metric the error
     tried, best = list[Tried](), None
     if changes.method is not None and not little:
         trials.take_ranges_by(changes.take_ranges)
@@ -389,7 +389,7 @@ class _Changes:
             found = quantizers(self.model)
             owners = [self.model.get_submodule(layer_of(name)) for name in found]
             with restore_after(ranges_of(found.values(), owners)):
-                used = self._calibrate(batches, DEFAULT_METHOD)  # which collects enough for all
+                used = self._calibrate(batches, DEFAULT_METHOD)  # this method collects enough for all methods
             self._seen[key] = {name: one for name, one in used.items() if found[name].kind is Kind.INPUT}
         recalibrate(self.model, self._seen[key], method or self.method or DEFAULT_METHOD)
 
@@ -482,7 +482,7 @@ class _Changes:
         layers = {path: one for path, one in self.model.named_modules() if isinstance(one, (QuantizedLayer, Site))}
         total = sum(p.numel() for p in self.model.parameters())
         for path in [path for path in self.known.worst if path in layers][:_WORST]:
-            if 2 * sum(p.numel() for p in layers[path].parameters()) < total:  # else it is the model that is in float
+            if 2 * sum(p.numel() for p in layers[path].parameters()) < total:  # else most of the model is in float
                 example = ", example" if self.has_example else ""
                 call = f'model = fq.prepare(float_model, config{example}, skip=["{path}"])  # and its skip and target'
                 code = self.made_by.code(skip=(path,)) if self.made_by else call

@@ -533,7 +533,7 @@ def _targets(
     """The first float tensor that a block in float returns for each call."""
 
     def called(call: LayerCall) -> Any:
-        args, kwargs = copy.deepcopy((call.args, call.kwargs))  # which the block may write into
+        args, kwargs = copy.deepcopy((call.args, call.kwargs))  # the block may write into its arguments
         with call.surroundings():
             return block(*args, **kwargs)
 

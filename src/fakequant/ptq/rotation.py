@@ -406,7 +406,7 @@ class _Rotation:
         made = rotation - rotation.mean(0) if centred else rotation  # x @ made is (x - mean(x)) @ rotation
         _turn(_made_by(one.makers, width), made)
         for reader, norm in one.readers.items():
-            if norm is not None and forms[norm].shift is not None:  # it goes into the bias of the reader
+            if norm is not None and forms[norm].shift is not None:  # the shift goes into the bias of the reader
                 layer = cast("Any", reader)
                 bias = layer.weight.double() @ cast("Tensor", forms[norm].shift)
                 if layer.bias is None:
@@ -415,7 +415,7 @@ class _Rotation:
                     layer.bias.copy_(layer.bias.double() + bias)
             read = rotation if norm is None else forms[norm].gain[:, None] * rotation.to(forms[norm].gain.device)
             _turn([(cast("nn.Parameter", reader.weight), 1)], read)
-        for norm, form in forms.items():  # its division by the root mean square is left
+        for norm, form in forms.items():  # only the division by the root mean square stays
             if not subtracts_mean(norm):
                 cast("nn.Parameter", norm.weight).data.fill_(form.plain)
                 continue

@@ -252,7 +252,7 @@ def call_order(model: nn.Module, layers: Mapping[str, Watchable], batches: KeptB
     """Run all batches once and count the calls of the layers."""
     found = CallOrder()
     last: dict[str, int] = {}
-    readers: dict[Any, tuple[LayerCall, list[str]]] = {}  # with the tensor, whose id stays its own while it is kept
+    readers: dict[Any, tuple[LayerCall, list[str]]] = {}  # a kept call keeps the tensor's id unique
     seen: list[dict[str, list[list[str]]]] = []  # for each batch and call, the layers that read a layer's input
     step = 0
 
@@ -437,7 +437,7 @@ class Stream:
         """Continue the batches that wait before the last stage's layer; returns the next stage, None at the end."""
         with restore_after(lambda: torch.set_num_threads(self._threads)):
             torch.set_num_threads(max(1, min(self._threads, _MOST_WORKERS // max(len(self.lanes), 1))))
-            torch.clear_autocast_cache()  # all threads share it, and it holds what weights were before they changed
+            torch.clear_autocast_cache()  # all threads share this cache, and it holds weights from before their change
             for lane in self.lanes:
                 if lane.may_go:
                     lane.go()
@@ -619,7 +619,7 @@ class FloatTwin:
 
     def __iter__(self) -> Iterator[tuple[Stage, Stage | None]]:
         while (stage := self._quantized.advance()) is not None:
-            wanted = None  # the stage of the float model, if it is of the same layer
+            wanted = None  # the float model's stage, if of the same layer
             if self._float is not None:
                 wanted = self.in_float(self._float.advance)
                 if not stage.is_like(wanted):

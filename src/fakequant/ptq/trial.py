@@ -237,7 +237,7 @@ class Trials:
         own, twin = self.preparation, copy.deepcopy(self.model).eval()
         if own.folds:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FusionWarning)  # the engine keeps the others, too
+                warnings.simplefilter("ignore", FusionWarning)  # the engine does not fold other norms, either
                 twin = fuse_batch_norm(twin, own.example, inputs=own.inputs)
         config = find_preset(preset) if isinstance(preset, str) else preset
         target = own.target_for(config)
@@ -415,7 +415,7 @@ class ChangeTrials:
         """Make a change, measure it, and take it back."""
         what, code, model = change.what, change.code, self._model
         with warnings.catch_warnings(), restore_after(self._restore), evaluating(model):
-            warnings.simplefilter("ignore")  # they speak of a model that is not kept
+            warnings.simplefilter("ignore")  # warnings about a model that is not kept
             try:
                 if self._first is None:
                     self._first = self._side(self._made, self._outputs)
@@ -434,7 +434,7 @@ class ChangeTrials:
                 if found and score is not None and self.score is None:
                     side.before()
                     self.score = self._measured()
-            except (FakeQuantError, RuntimeError) as error:  # torch's own are RuntimeErrors, as of memory
+            except (FakeQuantError, RuntimeError) as error:  # torch raises RuntimeError, as for memory
                 return Tried(what, code, failed=f"{type(error).__name__}: {error}")
         if score is not None and self.score is not None:
             found = found and score >= self.score

@@ -54,7 +54,7 @@ def first_examples(model: nn.Module, batch: Any, output: Any, run: Forward) -> t
     try:
         with evaluating(model), torch.no_grad():
             taken = _rows(float_tensors(run(model, part))) == few
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):  # the model wants its number of rows
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):  # the model wants the whole batch
         taken = False
     if not taken:
         return batch, whole
@@ -208,7 +208,7 @@ class _Watched:
                 self.calls += 1
                 if bool(x.isfinite().all()):
                     self.counts.observe(x)
-            elif self.weight is None:  # it is the same for all batches
+            elif self.weight is None:  # the weight is the same for all batches
                 self.weight = x
                 self.distance.add({0: x}, {0: y})
 
@@ -317,7 +317,7 @@ def _distributions(watched: Iterable[tuple[str, _Watched]]) -> list[Distribution
         own = one.quantizer
         histogram = one.counts.histogram() if own.kind is not Kind.WEIGHT and one.counts.observed else None
         if histogram is not None:
-            params = None  # unless the range is fixed, and one for the tensor
+            params = None  # unless the range is fixed and of the whole tensor
             if not own.dynamic and own.scale is not None and own.scale.numel() == 1:
                 zero_point = None if own.zero_point is None else own.zero_point.reshape(1).cpu()
                 params = QParams(own.scale.reshape(1).cpu(), zero_point)

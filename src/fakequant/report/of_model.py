@@ -251,7 +251,7 @@ def advised(
     """
     if data.next or not all(check.passed for check in data.verifications):
         return with_advice(data)
-    # Without inputs= only the model says which items of a tuple it takes.
+    # Without inputs=, only the model knows which items of a tuple it takes.
     first = next(iter(measured.batches))
     known_call = forward is None and (inputs is not None or not isinstance(first, (tuple, list)))
     given = {name: value for name, value in (("inputs", inputs), ("forward", forward)) if value is not None}

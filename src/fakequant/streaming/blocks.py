@@ -368,7 +368,7 @@ class Work:
             for key, tensor in load_file(path).items():
                 kind, _, batch = key.partition(".")
                 found[kind == "quantized"][int(batch)] = tensor
-        except Exception as error:  # of safetensors, which has its own
+        except Exception as error:  # safetensors raises an error class of its own
             raise CheckpointError(f"{path} is damaged: {error}; remove {self.folder}") from error
         return found
 

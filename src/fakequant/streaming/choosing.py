@@ -325,7 +325,7 @@ class Blocks:
         if self._last < 0:
             raise ConfigError(f"nothing is quantized in the blocks {next(iter(blocks))} to {[*blocks][-1]}")
         if self._outside:
-            self._last = len(blocks) - 1  # what comes after them needs their outputs
+            self._last = len(blocks) - 1  # the modules after the blocks need the outputs of all
 
     def improve(self, work: Work, steps: tuple[str, ...], progress: bool | None) -> None:
         """Choose the weights of all blocks that are not finished."""
@@ -358,13 +358,13 @@ class Blocks:
                     held_out = HeldOut(given, given, given.part([]))  # none judges
                     found = improved(block, calibrated, held_out, steps, self._processes, floats=wanted, progress=False)
                     layers = [replace(layer, layer=join(path, layer.layer)) for layer in found.layers]
-                    self._quantized = _given(path, given)  # its last runs had all layers chosen
+                    self._quantized = _given(path, given)  # `improved` ran the batches with all layers chosen
                 raise_scales(block)
                 self._processes.all(None)
                 work.put_hidden(number + 1, self._floats, self._quantized)
                 work.put_block(number, block if self.quantized[number] else None, layers, weights)
                 for quantizer in quantizers(block).values():
-                    quantizer.release_codes()  # they are in the folder
+                    quantizer.release_codes()  # the codes are in the folder
             self._processes.all(None)
             work.forget_hidden(number)
         self._layers = [layer for number in range(self._last + 1) for layer in work.layers(number)]
@@ -591,7 +591,7 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
         own = out.parent if chosen.suffix and out.suffix == chosen.suffix else out
         folder = own / ".unfinished" if work is None else Path(work)
         _check_places(source, out, own, folder, chosen)
-        if process_number() == 0:  # one run at a time; the system lets go of the lock of one that was killed
+        if process_number() == 0:  # one run at a time; the system releases the lock of a killed process
             stack.enter_context(locked(stack.enter_context(new_folder(folder)), wait=False))
         rank = 0 if processes.group is None else processes.group.rank()
         kept, written = Work(folder, rank), None

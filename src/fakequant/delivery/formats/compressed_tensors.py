@@ -155,7 +155,7 @@ class CompressedTensors(LayeredFormat):
             flat = [(torch.Size(one.shape).numel(),), ()] if one.field in ("scale", "shared") else []
             shapes = [one.shape, *(shape for shape in flat if shape or 1 in one.shape)]
             stored_as = module.get(end, FLOATS if one.dtype in FLOATS else one.dtype, *shapes)
-            one.load(stored_as())  # raises where it is damaged
+            one.load(stored_as())  # raises if the tensor is damaged
             fields[one.field] = lambda one=one, stored_as=stored_as: one.load(stored_as())
         if module.has("weight_shape") and module.get("weight_shape", torch.int64, (2,))().tolist() != [*module.shape]:
             module.refuse(f"weight_shape is not {[*module.shape]}")

@@ -57,7 +57,7 @@ class Gguf(DeliveryFormat):
             shared = shared_names(model)
             for name in float_names(model):
                 names.of(shared.get(name, name))
-            with warnings.catch_warnings():  # which come where the file is written
+            with warnings.catch_warnings():  # the warnings come when the file is written
                 warnings.simplefilter("ignore")
                 describe(blocks.require_gguf().GGUFWriter("", architecture.name), architecture, model)
         except CheckpointError as error:
@@ -115,10 +115,10 @@ class Gguf(DeliveryFormat):
 
     def build(self, path: Path) -> nn.Module:
         transformers: Any = import_module("transformers")
-        file = blocks.GgufFile(path)  # which reads damaged files with care
+        file = blocks.GgufFile(path)  # this reader checks damaged files
         config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         check_counts(config.to_dict(), len(file.tensors), path)
-        if file.count > 1:  # of which transformers has looked into the first
+        if file.count > 1:  # transformers has read only the first file
             config.tie_word_embeddings = "output.weight" not in file.tensors
         try:
             architecture = architecture_of(SimpleNamespace(config=config))
@@ -150,7 +150,7 @@ class Gguf(DeliveryFormat):
         if why_not:
             yield LoadedFile(name, notes=[f"Not loaded by {name}: it {why_not}.", *notes])
         else:
-            file = str(path.resolve())  # by its name alone transformers takes one of that name in the working folder
+            file = str(path.resolve())  # by a bare name, transformers takes a file in the working folder
             loaded = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=file, dtype=dtype).eval()
             if dtype is torch.float32:
                 yield LoadedFile(name, loaded.state_dict(), loaded, notes=notes)

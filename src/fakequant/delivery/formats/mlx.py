@@ -97,8 +97,8 @@ class Mlx(LayeredFormat):
             layouts[base], specs[base] = _layout(spec, part.shape), str(spec)
             for end in ("scales", "biases"):
                 tensor = writer.tensors.get(f"{base}.{end}")
-                if isinstance(tensor, LazyTensor) and tensor.dtype is torch.float16:  # which has the shortest range
-                    tensor.make()  # raises where it is not exact, before anything is written
+                if isinstance(tensor, LazyTensor) and tensor.dtype is torch.float16:  # float16 has the shortest range
+                    tensor.make()  # raises if a scale is not exact, before anything is written
         writer.tensors.metadata[_SPECS] = json.dumps(specs)
         usual = Counter(layouts.values()).most_common(1)[0][0] if layouts else _Layout(64, 4)
         others = {base: vars(one) for base, one in layouts.items() if one != usual}
@@ -106,7 +106,7 @@ class Mlx(LayeredFormat):
         values = json.loads(config)  # with the names that mlx-lm reads
         values["quantization"] = values["quantization_config"]
         rope = values.get("rope_parameters")
-        if isinstance(rope, dict):  # the name in transformers 5; mlx-lm 0.32 reads those before it
+        if isinstance(rope, dict):  # the name in transformers 5; mlx-lm 0.32 reads older names
             full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
             old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
             old |= {"rope_local_base_freq": local["rope_theta"]} if local and "rope_theta" in local else {}

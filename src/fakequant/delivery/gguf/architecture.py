@@ -378,7 +378,7 @@ def mixture(model: nn.Module, name: str) -> Config:
     rules = []
     for weight, slot in weight_slots(model).items():
         # A head that is tied to the embedding is one weight with it, of the type of heads.
-        if names.of(weight) == ["position_embd.weight"]:  # which llama-quantize leaves in float
+        if names.of(weight) == ["position_embd.weight"]:  # llama-quantize leaves this table in float
             continue
         is_head = weight in shared or weight in shared.values() or names.of(weight) == ["output.weight"]
         columns = names.shape(weight, model.get_parameter(weight).shape)[-1]
@@ -386,7 +386,7 @@ def mixture(model: nn.Module, name: str) -> Config:
         if is_head:
             kind = "Q6_K" if kind != "Q8_0" and columns % blocks.LAYOUTS[kind].weights == 0 else "Q8_0"
         elif found := _LAYER.fullmatch(names.of(weight)[-1]):
-            own = found[2].replace("attn_qkv", "attn_v")  # the three in one count as values
+            own = found[2].replace("attn_qkv", "attn_v")  # a joint weight of Q, K and V counts as V
             at = _Layer(int(found[1]), config.num_hidden_layers, shares)
             kind = next((other for holds, other in _MIXTURES[key][1].get(own, ()) if holds(at)), kind)
             is_70b = architecture.name == "llama" and at.layers == _LAYERS_OF_70B and shares > 1

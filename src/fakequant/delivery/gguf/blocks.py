@@ -645,7 +645,7 @@ def to_blocks(kind: str, weight: WeightCodes) -> Array:
     if weight.spec.offset is not None:
         assert weight.zero_point is not None, "a specification with offsets has some"
         offsets = weight.spec.offset.split(weight.zero_point)
-        if offsets.shared is None:  # that of the file is added
+        if offsets.shared is None:  # a file's minimum is added, an offset subtracted
             numbers["m"] = -_numbers(offsets.codes, 1)
         else:
             numbers |= {"minima": _numbers(offsets.codes, layout.integers["minima"].count), "m": _halfs(offsets.shared)}

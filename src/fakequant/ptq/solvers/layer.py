@@ -136,7 +136,7 @@ def _chosen(name: str, product: MatrixProduct, matrix: Matrix, sums: InputSums, 
     sound = [step for step, loss in losses.items() if loss <= losses["nearest"] and how.allows(step)]
     best = min(sound, key=lambda step: losses[step] * energy + tried[step].unseen)
     before, change = losses["nearest"], None
-    if bias is not None:  # what the bias makes good is what the mean adds
+    if bias is not None:  # the bias corrects the part of the error that the mean makes
         before += sums.count * float(torch.cat(tried["nearest"].missed).square().sum()) / energy
         change = torch.cat(tried[best].missed).reshape(parts.count, -1).sum(0)
     shown = {

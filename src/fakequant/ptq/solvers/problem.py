@@ -360,7 +360,7 @@ def _inner(one: Tensor, other: Tensor) -> Tensor:
     return torch.cat(rows).sum()
 
 
-_BLOCK = 128  # columns whose errors are carried over to the others at once
+_BLOCK = 128  # columns whose errors are carried over to the other columns at once
 
 
 class Ordered(NamedTuple):
@@ -536,13 +536,13 @@ def adaround(
     before = _losses(start, target, moments)
     wanted, first = target.float(), start.float()
     low, high = grid.neighbours(wanted)
-    further = (first < low) | (first > high)  # then the start is one of the two values
+    further = (first < low) | (first > high)  # then the start is `low` or `high`
     low, high = grid.neighbours(torch.where(further, torch.nextafter(first, wanted), wanted))
     gap = high - low
     share = torch.where(gap > 0, (wanted - low) / gap, 0.0).clamp(0, 1)
     learned = ((share - _LOW) / (_HIGH - share)).log()  # the sigmoid's inverse, stretched
     optimizer = torch.optim.Adam([learned], rate)
-    # The loss of a row of the start counts as one for each of its values, whatever the inputs' units.
+    # The loss is scaled so that each row starts with 1 for each of its values, whatever the inputs' units.
     unit = (before / target.shape[1]).clamp(min=torch.finfo(torch.float64).tiny)
     pull = 2 * gap / unit[:, None]
     products = moments.float()

@@ -347,7 +347,7 @@ def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[s
     if not found:
         return Transformed(None, plain, plain)
     before, quantizer = _loss_now(layers, inputs), _quantizer(layers)
-    for candidate in found:  # the first one that loses less by its searched range, on all batches
+    for candidate in found:  # the first candidate with less error by its searched range, on all batches
         restore, params = state_of(layer.layer for layer in layers), None
         put(layers, candidate.whole)
         if not quantizer.dynamic:
@@ -476,7 +476,7 @@ class _Judge:
             if own is not last or not weights:
                 weights, ranges, last = [_rounded_weight(layer, own) for layer in self._layers], {}, own
             params: QParams | None = None
-            if not quantizer.dynamic:  # by the range of the inputs of the others
+            if not quantizer.dynamic:  # by the range of the inputs of the other batches
                 inputs = self._ends if own is None or isinstance(own, ChannelScale) else self._inputs
                 for other in self._others[place]:
                     if other not in ranges:
