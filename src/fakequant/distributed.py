@@ -222,7 +222,7 @@ class Ranks:
         values = self.all(value)
         if other := [rank for rank, one in enumerate(values) if one != values[0]]:
             raise self._differ(
-                f"the processes {what}: that of rank {other[0]} has another than rank 0; give the same to all of them"
+                f"the processes {what}: rank {other[0]} has another value than rank 0; give all of them the same"
             )
 
     def in_step(self, items: Iterable[Result]) -> Iterator[Result]:

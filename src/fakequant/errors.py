@@ -182,7 +182,7 @@ def renamed(old: str, new: str) -> Any:
     >>> with warnings.catch_warnings(record=True) as said:
     ...     warnings.simplefilter("always")
     ...     Result().left, str(said[0].message)
-    (0.5, 'Result.left is now called Result.error, and the old name goes with the next release')
+    (0.5, 'Result.left is now called Result.error, and the next release removes the old name')
     """
 
     def read(owner: Any) -> Any:
@@ -195,4 +195,4 @@ def renamed(old: str, new: str) -> Any:
 
 def warn_renamed(old: str, new: str) -> None:
     """Warn at the line of the user's program that uses an old name."""
-    warn_user(f"{old} is now called {new}, and the old name goes with the next release", DeprecationWarning)
+    warn_user(f"{old} is now called {new}, and the next release removes the old name", DeprecationWarning)

@@ -237,7 +237,7 @@ class Features(nn.Module):
     ids=["example", "batch", "item", "key"],
 )
 def test_a_dict_that_forward_does_not_take_says_how_a_dict_is_taken(call: Callable[[], Any]) -> None:
-    said = r"inputs= chooses among its keys, and a tuple, \(dict,\), gives it whole$"
+    said = r"inputs= chooses among its keys, and a tuple, \(dict,\), passes it whole$"
     with pytest.raises((ConfigError, CalibrationError), match=said):
         call()
 

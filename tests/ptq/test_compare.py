@@ -270,6 +270,6 @@ def test_what_search_refuses() -> None:
 
 def test_the_old_name_of_on_row_works_for_one_release() -> None:
     rows: list[fq.ptq.Compared] = []
-    with pytest.warns(DeprecationWarning, match="told= of compare is now called on_row=, and the old name goes"):
+    with pytest.warns(DeprecationWarning, match="told= of compare is now called on_row=, and the next release removes"):
         found = fq.compare(net(), batches(), Ways(["INT8"], steps=[None]), told=rows.append)
     assert rows == found.rows

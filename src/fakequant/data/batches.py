@@ -52,12 +52,12 @@ def cure(model: nn.Module, given: Any, cause: str) -> str:
     """What to do about an error of a model's call with a batch, where that is known; else "".
 
     >>> cure(nn.Linear(2, 2), {"x": 1}, "forward() got an unexpected keyword argument 'x'")
-    'a dict is taken as keyword arguments: inputs= chooses among its keys, and a tuple, (dict,), gives it whole'
+    'a dict is taken as keyword arguments: inputs= chooses among its keys, and a tuple, (dict,), passes it whole'
     """
     parts = [given, *given] if _is_sequence(given) else [given]
     refused = any(kind in cause for kind in ("required positional argument", "unexpected keyword argument"))
     if refused and any(isinstance(part, Mapping) and part for part in parts):
-        what = "inputs= chooses among its keys, and a tuple, (dict,), gives it whole"
+        what = "inputs= chooses among its keys, and a tuple, (dict,), passes it whole"
         return f"a dict is taken as keyword arguments: {what}"
     return elsewhere(model, given, cause)
 

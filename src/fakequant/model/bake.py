@@ -59,7 +59,7 @@ def store_codes(model: Model, pattern: str = "*") -> Model:
         raise ConfigError(f"no quantized weight matches {pattern!r}; correct the pattern")
     for name, readers in places.items():
         if name not in left and not all(isinstance(one.owner, QuantizedLayer) for one in readers):
-            left[name] = "it is held by a function or by a part of its layer"
+            left[name] = "a function or a submodule of its layer reads it"
     for name, readers in places.items():
         if name not in left and type(readers[0].tensor) is not StoredWeight:
             _store(weights, name, readers)
@@ -210,7 +210,7 @@ def fold(model: Model) -> Model:
     ...     warnings.simplefilter("always")
     ...     model = fold(prepare(nn.Sequential(nn.Linear(64, 4)), presets.INT8_WEIGHT_ONLY))
     >>> print(said[0].message)
-    fakequant.fold is now called fakequant.bake_weights, and the old name goes with the next release
+    fakequant.fold is now called fakequant.bake_weights, and the next release removes the old name
     """
     warn_renamed("fakequant.fold", "fakequant.bake_weights")
     return bake_weights(model)

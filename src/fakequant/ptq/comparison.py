@@ -247,7 +247,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
             model, count as the same if the float model gives the same output for the first batch and the same metric.
         inputs, forward, progress: as for `calibrate`.
         on_row: called with each new row when it is measured.
-        told: the old name of `on_row`, which goes with the next release.
+        told: the old name of `on_row`, which the next release removes.
 
     Raises:
         ConfigError: an unknown preset, method, steps or target, a file of another model, batches or metric, or

@@ -106,7 +106,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
             for path, weight in by_parameter.get(id(None), {}).items()
         }
         self._left |= {
-            path: "functions read it that have quantizers of their own, or it is computed"
+            path: "other functions with quantizers read it, or it is computed"
             for path, quantizer in quantizers(model).items()
             if quantizer.kind is Kind.WEIGHT and path not in weights and quantizer.mode is Mode.QUANTIZE
         }
