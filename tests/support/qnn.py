@@ -75,6 +75,10 @@ _LAYERS = {
     "biases": _large_biases,
     "residual": lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), Residual(), Residual()),
     "written": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(inplace=True), nn.MaxPool2d(3, 2, 1), InPlace()),
+    "bounds": lambda: nn.Sequential(
+        *(nn.Conv2d(3, 16, 3), nn.Hardtanh(-0.5, 0.7), nn.Conv2d(16, 16, 3), nn.Hardtanh(), nn.Conv2d(16, 8, 1)),
+        nn.Hardtanh(-0.1, 0.3),
+    ),
     "mean": lambda: nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), Mean()),
 }
 _LAYERS |= {

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -136,6 +136,7 @@ class SiteRecord:
         digest: SHA-256 of the constants.
         constants: names of the constants.
         scale_of_scales: name of the factor of the scale's codes; None if `scale` is the scale itself.
+        clip: the bounds of a Clip before it that the file does without, because the codes end there; else empty.
     """
 
     quantizer: str
@@ -152,6 +153,7 @@ class SiteRecord:
     constants: list[str]
     digest: str
     scale_of_scales: str | None = None
+    clip: list[float] = field(default_factory=list)
 
     def seen_as(self, x: str, y: str) -> SiteRecord:
         """The record with the names of the tensors that hold x and y of all steps of a loop."""

@@ -258,7 +258,8 @@ class SiteCheck:
     def tensors(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The input of the quantizer in the file, and its result; for a weight twice the result."""
         y = values[self.record.y]
-        return (y if self.record.codes else values[self._x]), y
+        x = y if self.record.codes else values[self._x]
+        return (x.clamp(*self.record.clip) if self.record.clip else x), y
 
     def _expected(self, values: Mapping[str, Tensor]) -> Tensor:
         record = self.record

@@ -21,7 +21,7 @@ integer, while torch keeps NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +32,15 @@ from torch import Tensor
 from fakequant.errors import ExportError
 from fakequant.export import loops, trt
 from fakequant.export.capability import Parameters, SiteRecord, Style, check_scale, digest, overflows
-from fakequant.export.inputs import GraphEditor, inner_graphs, stored, stored_codes
+from fakequant.export.inputs import GraphEditor, inner_graphs, names_read, stored, stored_codes
 from fakequant.export.loops import lower_scale
 from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of, place
 from fakequant.export.trt import EmittedSite, ScaleNames, computed_scale, constant_scale
+from fakequant.numerics.formats import IntegerFormat
+from fakequant.numerics.granularity import PerTensor
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.ops import library
 from fakequant.text import module_name
 
 if TYPE_CHECKING:
@@ -75,6 +78,11 @@ def lower(
     equal: dict[tuple[Any, ...], SiteRecord] = {}
     renamed: dict[str, str] = {}
     outputs = {output.name for output in model.graph.output}
+    clips = {node.output[0]: node for node in model.graph.node if node.op_type == "Clip"}
+    readers: dict[str, list[NodeProto]] = {}
+    for node in model.graph.node:
+        for name in names_read([node]):
+            readers.setdefault(name, []).append(node)
 
     def in_loop(node: NodeProto, path: str) -> tuple[list[NodeProto], SiteRecord]:
         site = _site(editor, node, path, style)
@@ -110,8 +118,13 @@ def lower(
                 if same is not None and site.y not in outputs:
                     record = replace(same, quantizer=site.path)
                 else:
-                    record = _express(site, path in dynamic or site.scale in computed)
-                    equal |= {} if site.constant is None else {_identity(site): record}
+                    identity, clip = _identity(site), clips.get(site.x)
+                    bounds = [] if clip is None else _idle_bounds(site, clip, node, readers[site.x], outputs)
+                    if clip is not None and bounds:
+                        nodes.remove(clip)
+                        site.x = renamed.get(clip.input[0], clip.input[0])
+                    record = replace(_express(site, path in dynamic or site.scale in computed), clip=bounds)
+                    equal |= {} if site.constant is None else {identity: record}
                 records.append(record)
                 renamed[site.y] = record.y
         except ExportError as error:
@@ -136,6 +149,33 @@ def _identity(site: EmittedSite) -> tuple[Any, ...]:
         return (site.y,)
     values = [None if x is None else x.numpy().tobytes() for x in (site.constant.scale, site.constant.zero_point)]
     return (site.x, str(site.spec), *values)
+
+
+def _idle_bounds(
+    site: EmittedSite, clip: NodeProto, own: NodeProto, readers: Sequence[NodeProto], outputs: Collection[str]
+) -> list[float]:
+    """The bounds of a Clip without which its readers give the same codes, because these end there; else empty."""
+    names = [name for name in clip.input[1:] if name]
+    is_integer = isinstance(site.spec.format, IntegerFormat) and isinstance(site.spec.granularity, PerTensor)
+    if len(names) < 2 or not is_integer or site.constant is None or not all(map(site.editor.is_constant, names)):
+        return []
+    seen = {clip.output[0], *(name for node in readers if len(readers) > 1 for name in node.output)}
+    if not seen.isdisjoint(outputs) or not all(_is_equal(site.editor, own, node) for node in readers):
+        return []
+    ends = torch.stack([*map(site.editor.tensor, names)]).float()
+    # QNN starts no file where a Clip below 0 stands between a product and its quantizer. It knows ReLU6.
+    codes = library.encode(ends, site.constant, site.spec) if float(ends[0]) < 0 else None
+    whole = [site.spec.format.quant_min, site.spec.format.quant_max]
+    return ends.tolist() if codes is not None and codes.tolist() == whole else []
+
+
+def _is_equal(editor: GraphEditor, one: NodeProto, other: NodeProto) -> bool:
+    """Whether two nodes are quantizers of one specification with the same constants."""
+    kinds = [(x.domain, x.op_type, len(x.input), [a.s for a in x.attribute if a.name == "spec"]) for x in (one, other)]
+    return kinds[0] == kinds[1] and all(
+        a == b or (editor.is_constant(a) and editor.is_constant(b) and torch.equal(editor.tensor(a), editor.tensor(b)))
+        for a, b in zip(one.input[1:], other.input[1:], strict=True)
+    )
 
 
 def rename_inputs(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> None:
