@@ -50,7 +50,7 @@ def delivered(recipe: Path) -> Path:
     done = invoke("deliver", recipe, "--out", folder, "--checkpoint", recipe.parent / "checkpoint")
     assert done.exit_code == 0, done.output
     hint = f"fakequant verify {folder} --recipe {recipe} --checkpoint {recipe.parent / 'checkpoint'}"
-    assert done.output == f"Written: {folder}. Compare it: {hint}\n"
+    assert done.output == f"Written: {folder}. Compare it:\n{hint}\n"
     assert invoke(*hint.split()[1:]).exit_code == 0
     return folder
 

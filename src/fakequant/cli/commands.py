@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from fakequant.calibration import DEFAULT_METHOD, calibrators
-from fakequant.cli.console import Commands, failures_named
+from fakequant.cli.console import Commands, failures_named, show
 from fakequant.errors import RecipeError
 from fakequant.model.presets import presets as named_presets
+from fakequant.text import fitted, visible
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,7 +90,7 @@ def _loaded(recipe: str, text: Path | None, trust: bool, quiet: bool, task: str)
     from fakequant.data.batches import counting
 
     errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
-    with counting(lambda line: errors.print(Text(line)), bars=not quiet):
+    with counting(lambda line: errors.print(Text(fitted(line))), bars=not quiet):
         yield load_recipe(recipe, text, trust, task)
 
 
@@ -121,8 +122,8 @@ def advise(  # noqa: PLR0913  the command's options
     with _loaded(recipe, text, trust, quiet, task) as loaded, failures_named(model := loaded.model(), verbose):
         given |= {"metric": loaded.metric, "floor": _floor(loaded, floor)}
         found = find_advice(model, loaded.calibration_batches(), progress=not quiet, **given)
-    parts = [str(found), *_said(loaded, task), "", _code(found, model, loaded, text, trust, recipe, task)]
-    Console(soft_wrap=True).print(Text("\n".join(parts)))
+    show("\n".join([str(found), *_said(loaded, task), ""]))
+    Console(soft_wrap=True).print(Text(_code(found, model, loaded, text, trust, recipe, task)))
     if found.interrupted:
         raise typer.Exit(130)
 
@@ -202,12 +203,12 @@ def compare(  # noqa: PLR0913  the command's options
     with _loaded(recipe, text, trust, quiet, task) as loaded, failures_named(model := loaded.model(), verbose):
         metric = loaded.metric
 
-        def show(row: Compared) -> None:
+        def show_row(row: Compared) -> None:
             say(f"{row if metric is None or row.metric is None else replace(row, metric=metric.shown(row.metric))}")
 
-        how: dict[str, Any] = {"path": out, "on_row": show, "metric": metric, "target": target}
+        how: dict[str, Any] = {"path": out, "on_row": show_row, "metric": metric, "target": target}
         found = compare_ways(model, loaded.calibration_batches(), ways, **how)
-    Console(soft_wrap=True).print(Text("\n".join([str(found), *_said(loaded, task)])))
+    show("\n".join([str(found), *_said(loaded, task)]))
     if plot is not None:
         found.plot(plot, over)
 
@@ -258,7 +259,8 @@ def search(  # noqa: PLR0913  the command's options
         f"{sum(mix.in_float.values()):,} stay in float; {measured}error of the output "
         f"{mix.measured:.2e} of its energy, predicted {mix.loss:.2e}"
     )
-    Console(soft_wrap=True).print(Text(f"{table(mix.choices.items(), [figures])}\n{command}"))
+    show(table(mix.choices.items(), [figures]))
+    Console(soft_wrap=True).print(Text(command))  # whole, to be copied
 
 
 _START, _CHOOSE = "Start", "Choose presets"
@@ -359,9 +361,8 @@ def init(
     from fakequant.cli.recipe import write_starter
 
     write_starter(recipe)
-    Console(soft_wrap=True).print(
-        Text(f"Written: {recipe}. Edit what is marked EDIT, then: fakequant quantize {recipe} --out quantized")
-    )
+    show(f"Written: {recipe}. Edit what is marked EDIT, then:")
+    Console(soft_wrap=True).print(Text(f"fakequant quantize {recipe} --out quantized"))
 
 
 @app.command(rich_help_panel=_START)
@@ -369,14 +370,11 @@ def presets(name: Annotated[str | None, typer.Argument(help="the preset to show 
     """List the presets by family: bits per weight, what is quantized, and which engines run it."""
     from fakequant.cli.inspection import preset_lines, preset_text
 
-    console = Console(soft_wrap=True)
     if name is not None:
-        console.print(Text(preset_text(name)))
+        show(preset_text(name))
         return
-    console.print(Text("\n".join(preset_lines())))
-    console.print(
-        Text("Bits count the scales of a layer of 4,096 by 4,096. `fakequant presets NAME` shows all of one.")
-    )
+    show("\n".join(preset_lines()))
+    show("Bits count the scales of a layer of 4,096 by 4,096. `fakequant presets NAME` shows all of one.")
 
 
 @app.command(rich_help_panel=_CHECK)
@@ -390,9 +388,8 @@ def inspect(
     from fakequant.cli.inspection import graph_text
     from fakequant.cli.inspection import inspect as look
     from fakequant.report.terminal import print_table
-    from fakequant.text import visible
 
-    if graph:
+    if graph:  # whose lines are statements
         Console(soft_wrap=True).print(Text(visible(graph_text(what), keep="\n")))
         return
     inspection = look(what)
@@ -417,7 +414,7 @@ def report(
         curve = None if compare is None else comparison_of(compare)
         found = read_results(first)
         page = write_report(out, found if curve is None else replace(found, curve=curve))
-    Console(soft_wrap=True).print(Text(f"Written: {page}"))
+    show(f"Written: {page}")
 
 
 @app.command(rich_help_panel=_CHECK)
@@ -437,10 +434,9 @@ def verify(
     file needs the recipe; the programs that load it are asked where they are installed.
     """
     from fakequant.cli.inspection import verify_file
-    from fakequant.text import visible
 
     report = verify_file(file, recipe, checkpoint, text, trust)
-    Console(soft_wrap=True).print(Text(visible(str(report), keep="\n")))
+    show(visible(str(report), keep="\n"))
     if not report.passed:
         raise typer.Exit(1)
 
@@ -468,7 +464,8 @@ def deliver(
     delivery_format(format)  # refused before the model is made
     path = deliver_model(load_recipe(recipe, text, trust), checkpoint, out, format)
     words = ("fakequant", "verify", f"{path}", "--recipe", recipe, "--checkpoint", f"{checkpoint}")
-    Console(soft_wrap=True).print(Text(f"Written: {path}. Compare it: {shlex.join(words)}"))
+    show(f"Written: {path}. Compare it:")
+    Console(soft_wrap=True).print(Text(shlex.join(words)))  # whole, to be copied
 
 
 @app.command("improve-folder", rich_help_panel=_QUANTIZE)

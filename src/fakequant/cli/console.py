@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import typer
@@ -20,7 +22,8 @@ from typer.core import TyperGroup
 
 from fakequant.data.batches import BatchError, batch_of, counting, described, locate, one_line
 from fakequant.errors import FakeQuantError, RecipeError
-from fakequant.text import visible
+from fakequant.restore import set_to
+from fakequant.text import fitted, limited, visible
 
 LOADED: set[str] = set()
 """The files that were executed as recipes; a traceback of a user's error starts in one of them."""
@@ -31,12 +34,23 @@ _OPTIONS = {
     r"\b(blocks|load)=": r"\1= of fakequant.improve_folder",
 }
 """Patterns of arguments in messages of functions, and the options of commands that replace them."""
+_PIPED = 100
+"""The characters of a line where there is no terminal, and COLUMNS does not say."""
+
+
+def show(text: str) -> None:
+    """Print the result of a command."""
+    Console(soft_wrap=True).print(Text(fitted(text)))
 
 
 class Commands(TyperGroup):
-    """All commands; an error or a warning of this package is printed as one line."""
+    """All commands; an error or a warning of this package is printed as one line, which a terminal breaks at spaces."""
 
     def invoke(self, ctx: Any) -> Any:
+        with limited(shutil.get_terminal_size((_PIPED, 0)).columns):
+            return self._invoked(ctx)
+
+    def _invoked(self, ctx: Any) -> Any:
         try:
             with _warnings_as_lines():
                 return super().invoke(ctx)
@@ -56,7 +70,7 @@ class Commands(TyperGroup):
                 lines = traceback.format_exception(type(error), error, trace, chain=False)
             if not lines:
                 raise
-            _print("".join(lines).rstrip(), "bold red")
+            _print("".join(lines).rstrip(), "bold red", fits=False)
             raise typer.Exit(1) from error
 
 
@@ -87,8 +101,11 @@ def with_options(text: str) -> str:
     return text
 
 
-def _print(text: str, style: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(Text(visible(text, keep="\n"), style=style))
+def _print(text: str, style: str, *, fits: bool = True) -> None:
+    if (steps := _STEPS.get()) is not None:
+        steps.close_line()
+    console, text = Console(stderr=True, soft_wrap=True), visible(text, keep="\n")
+    console.print(Text(fitted(text) if fits and console.is_terminal else text, style=style))
 
 
 @contextmanager
@@ -139,10 +156,10 @@ class Steps:
         self.console.print(Text(head), end="")
         self._line_is_open = True
         try:
-            with counting(self.note, bars=not self.console.quiet):
+            with set_to(_STEPS, self), counting(self.note, bars=not self.console.quiet):
                 yield True
         except BaseException:
-            self._close_line()
+            self.close_line()
             raise
         took = duration(time.perf_counter() - started)
         if self._line_is_open and not self.console.is_terminal:
@@ -154,13 +171,18 @@ class Steps:
 
     def note(self, text: str) -> None:
         """Print a text on new lines, after the line of the present step."""
-        self._close_line()
-        self.console.print(Text(visible(text, keep="\n")), soft_wrap=True)  # a path in a pipe stays whole
+        self.close_line()
+        self.console.print(Text(fitted(visible(text, keep="\n"))), soft_wrap=True)  # a path in a pipe stays whole
 
-    def _close_line(self) -> None:
+    def close_line(self) -> None:
+        """End the line of a step that goes on, so that another one begins."""
         if self._line_is_open:
             self.console.print()
         self._line_is_open = False
+
+
+_STEPS: ContextVar[Steps | None] = ContextVar("steps", default=None)
+"""The steps of the job that runs."""
 
 
 def duration(seconds: float) -> str:

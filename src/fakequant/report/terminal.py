@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fakequant.report import ReportData, accuracy_cells
 from fakequant.report.data import checked_in, verdict_of
-from fakequant.text import listed, table, visible
+from fakequant.text import fitted, listed, table, visible
 
 
 def print_report(console: Console, data: ReportData) -> None:
@@ -37,7 +37,7 @@ def print_report(console: Console, data: ReportData) -> None:
         header = ("model", "run in", "quantizers", "elements compared", "differing", "")
         print_table(console, "Verification, bit for bit", header, checks, numbers=(2, 3, 4))
     for fault in (f"{Path(check.path).name}: {fault}" for check in data.verifications for fault in check.faults):
-        console.print(Text(visible(fault)), soft_wrap=True)
+        console.print(Text(fitted(visible(fault))), soft_wrap=True)
 
 
 def print_table(
@@ -49,5 +49,5 @@ def print_table(
     numbers: Sequence[int] = (),
 ) -> None:
     """Print a title and rows of text as a table; control characters in the text are escaped."""
-    console.print(Text(visible(title), "bold"), soft_wrap=True)
+    console.print(Text(fitted(visible(title)), "bold"), soft_wrap=True)
     console.print(Text(table([header, *rows], numbers=numbers, line=True)), soft_wrap=True)
