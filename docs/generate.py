@@ -1,11 +1,13 @@
-"""Write docs/formats.md, docs/support.md, and tables of README.md and two other pages: `make docs`."""
+"""Write docs/formats.md, docs/support.md, and tables of README.md and three other pages: `make docs`."""
 
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -21,15 +23,18 @@ from fakequant.model.config import Config
 from fakequant.model.engine import Engine, known_engines
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import presets
+from fakequant.model.summary import summary
 from fakequant.nn.quantizer import quantizers
 from fakequant.numerics.formats.floats import ExponentFormat, TableFormat
 
 PAGE = Path(__file__).with_name("formats.md")
+GUIDE = Path(__file__).with_name("guide.md")
 STYLES_PAGE = Path(__file__).with_name("onnx.md")
 SUPPORT_PAGE = Path(__file__).with_name("support.md")
 ENGINES_PAGE = Path(__file__).with_name("engines") / "index.md"
 README = Path(__file__).parents[1] / "README.md"
 ENGINES_BEGIN, ENGINES_END = "<!-- engines:begin -->", "<!-- engines:end -->"
+TREE_BEGIN, TREE_END = "<!-- tree:begin -->", "<!-- tree:end -->"
 STYLES_BEGIN, STYLES_END = "<!-- styles:begin -->", "<!-- styles:end -->"
 _FEW = 16
 _INTRODUCTION = """\
@@ -105,10 +110,10 @@ def readme() -> str:
     return _with_table(README, ["| engine | its results, beside the simulation |", "|---|---|", *rows.values()])
 
 
-def _with_table(page: Path, rows: list[str]) -> str:
-    """A page with other rows between the marks of engines."""
-    before, rest = page.read_text().split(ENGINES_BEGIN)
-    return "\n".join([before + ENGINES_BEGIN, *rows, ENGINES_END + rest.split(ENGINES_END)[1]])
+def _with_table(page: Path, rows: list[str], begin: str = ENGINES_BEGIN, end: str = ENGINES_END) -> str:
+    """A page with other rows between two marks."""
+    before, rest = page.read_text().split(begin)
+    return "\n".join([before + begin, *rows, end + rest.split(end)[1]])
 
 
 class _Between(nn.Module):
@@ -216,6 +221,100 @@ def _reason(error: ConfigError) -> str:
     return re.split(r"; |, and this is |, got |, and \w+ is none", last)[0]
 
 
+class _Encoder(nn.Module):
+    """A block of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.query, self.key = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.value, self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def _language_model() -> nn.Module:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tests.support.vision import import_torchvision
+
+    import_torchvision()  # transformers imports it, and its operators may be of another torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig.from_dict({**sizes, "num_attention_heads": 4, "use_cache": False}))
+
+
+_HAVE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "A network of convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 32)),
+        lambda: torch.randn(2, 8, 8, 8),
+    ),
+    "An encoder of texts, images or sound": (_Encoder, lambda: torch.randn(_TOKENS)),
+    "A language model": (_language_model, lambda: torch.arange(16).view(2, 8)),
+    "A recurrent network": (lambda: nn.Sequential(nn.LSTM(64, 64)), lambda: torch.randn(_TOKENS)),
+    "Linear layers, as for tables": (
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)),
+        lambda: torch.randn(2, 64),
+    ),
+}
+"""What a user has: a small model of the kind, and its input."""
+_KINDS = [*_HAVE]
+_ONLY = {"networks of convolutions": _KINDS[:1], "language models": _KINDS[2:3], "Hugging Face models": _KINDS[1:3]}
+"""What engines serve that say in these words that they serve no other models."""
+
+
+def guide() -> str:
+    """The guide with its tree: what a user has, where it runs, and the aim lead to a preset that `prepare` took."""
+    engines = {engine.page: engine for engine in reversed(known_engines().values())}  # the first of each page
+    lines = list[str]()
+    for kind, (make, example) in _HAVE.items():
+        rows = list[str]()
+        for page, engine in sorted(engines.items()):
+            served = next((kinds for words, kinds in _ONLY.items() if words in engine.serves), _KINDS)
+            taken = [name for name in engine.presets if _quantizes(engine, name, make(), example())]
+            if kind in served and page and taken:
+                title = ENGINES_PAGE.with_name(f"{page}.md").read_text().partition("\n")[0].removeprefix("# ")
+                names = " | ".join(name and f"`{name}`" for name in _by_aim(engine, taken))
+                rows.append(f'| [{title}](engines/{page}.md) | `"{engine.name}"` | {names} |')
+        heading = ["| it runs on | target | smallest | fastest | nearest to float |", "|---" * 5 + "|"]
+        lines += [f"<details markdown><summary>{kind}</summary>", "", *heading, *rows, "", "</details>"]
+    return _with_table(GUIDE, lines, TREE_BEGIN, TREE_END)
+
+
+def _quantizes(engine: Engine, preset: str, module: nn.Module, x: Tensor) -> bool:
+    """Whether an engine takes a model in a preset, and has quantized weights then."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = prepare(module.eval(), preset, x, target=engine)
+    except ConfigError:
+        return False
+    return any("weight" in name for name in quantizers(model))
+
+
+def _by_aim(engine: Engine, names: list[str]) -> tuple[str, str, str]:
+    """Of presets the smallest of 4 bits or more, the fastest, "" where no order is known, and the nearest to float."""
+    measured = {name: _bits_and_error(name) for name in names}
+    smallest = min((name for name in names if measured[name][0] >= 4), key=lambda name: measured[name][0])
+    in_order = sum(any(name in names for name in kind) for kind in engine.kinds) > 1 or len(names) == 1
+    return smallest, names[0] if in_order else "", min(names, key=lambda name: measured[name][1])
+
+
+@cache
+def _bits_and_error(preset: str) -> tuple[float, float]:
+    """Bits per weight of a linear layer, and the error of its output for inputs with large channels after a ReLU."""
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(256, 256)
+    with torch.no_grad():
+        layer.weight.normal_(generator=generator)
+    x = torch.randn(64, 256, generator=generator).relu() * torch.linspace(-2, 2, 256).exp()
+    expected = layer(x)
+    model = prepare(layer, preset)
+    calibrate(model, [x])
+    return summary(model).bits_per_weight or 0.0, (model(x) - expected).square().mean().item()
+
+
 def engines_page() -> str:
     """The page about engines with its table written anew, from what each engine says of itself."""
     rows = ["| engine | for | `target=` | presets to begin with | files by | results |", "|---|---|---|---|---|---|"]
@@ -235,11 +334,9 @@ def engines_page() -> str:
 
 def styles_page() -> str:
     """The page about ONNX with a table written anew."""
-    before, rest = STYLES_PAGE.read_text().split(STYLES_BEGIN)
-    after = rest.split(STYLES_END)[1]
     rows = ["| preset | style | weights | activations | opset | verified in |", "|---|---|---|---|---|---|"]
     rows += [row for name, config in presets().items() if name == config.name for row in style_rows(config)]
-    return "\n".join([before + STYLES_BEGIN, *rows, STYLES_END + after])
+    return _with_table(STYLES_PAGE, rows, STYLES_BEGIN, STYLES_END)
 
 
 def style_rows(config: Config) -> list[str]:
@@ -282,5 +379,6 @@ if __name__ == "__main__":
     write_whole(PAGE, page().encode())
     write_whole(ENGINES_PAGE, engines_page().encode())
     write_whole(README, readme().encode())
+    write_whole(GUIDE, guide().encode())
     write_whole(SUPPORT_PAGE, support_page().encode())
     write_whole(STYLES_PAGE, styles_page().encode())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fakequant.model.engine import known_engines
 from fakequant.model.presets import presets
 from tests.support.matrix import full, sweep
 from tests.support.pages import blocks
@@ -59,6 +60,23 @@ def test_the_table_of_engines_is_what_they_say(generate):
 
 def test_the_page_of_support_is_what_prepare_does(generate):
     assert generate.SUPPORT_PAGE.read_text() == generate.support_page(), "run `make docs`"
+
+
+def test_the_tree_of_presets_is_what_prepare_takes(generate):
+    pytest.importorskip("transformers")
+    assert generate.GUIDE.read_text() == generate.guide(), "run `make docs`"
+
+
+def test_the_tree_has_every_engine_and_presets_that_it_runs(generate):
+    tree = generate.GUIDE.read_text().split(generate.TREE_BEGIN)[1].split(generate.TREE_END)[0]
+    rows = re.findall(r'^\| \[.*?\]\(engines/(\w+)\.md\) \| `"(.*?)"` \| (.*) \|$', tree, re.MULTILINE)
+    engines = known_engines()
+    assert {page for page, _, _ in rows} == {engine.page for engine in engines.values()}
+    for page, name, aims in rows:
+        presets_of = [aim.strip(" `") for aim in aims.split("|")]
+        assert len(presets_of) == 3
+        assert engines[name].page == page
+        assert all(engines[name].takes(preset) for preset in presets_of if preset)
 
 
 ROOT = DOCS.parent

@@ -56,6 +56,8 @@ class Target:
         shared: functions whose operands have one scale together.
         fixed: functions whose result has a range of its own, whatever the data.
         outputs: functions whose result is quantized where no operand of another function quantizes it.
+        floats_before: normalisations. Sums that these and such sums alone read stay in float, and so do the results of
+            linear layers on three or more axes that such sums alone read.
         fused: pairs of functions that are computed as one where nothing else uses what is in between.
         identity_only: whether a sum of a product's result and a residual branch is quantized on that branch alone,
             because the engine computes it together with the product.
@@ -80,6 +82,7 @@ class Target:
     shared: frozenset[str] = frozenset()
     fixed: dict[str, FixedRange] = field(default_factory=dict)
     outputs: frozenset[str] = frozenset()
+    floats_before: frozenset[str] = frozenset()
     fused: frozenset[tuple[str, str]] = frozenset()
     identity_only: bool = False
     moved_back: frozenset[str] | None = None
@@ -238,7 +241,8 @@ class _Planner:
         masks = masked_values(recording)
         infinite = {value.number for value in recording.values if not math.isfinite(value.size)}
         self.unfit = infinite | masks  # values that no range can hold
-        self.masked = {
+        self.streams = self._streams()
+        self.in_float = self.streams | {
             call.site
             for call in recording.calls
             if not masks.isdisjoint([*call.operands.values(), *call.outputs]) and not call.is_product
@@ -299,9 +303,29 @@ class _Planner:
             )
         return Placement({call: held for call, held in self.held.items() if held}, self.layers, notes)
 
+    def _streams(self) -> set[Any]:
+        """The sites of sums that normalisations, and such sums, alone read."""
+        sites, others = set[Any](), set[Any]()
+        for call in reversed(self.flow.calls):
+            if call.function == "add" and self.target.floats_before:
+                sites.add(call.site)
+                readers, streams = self._readers(call), sites - others
+                norms = self.target.floats_before
+                if not readers or any(one.function not in norms and one.site not in streams for one in readers):
+                    others.add(call.site)
+        return sites - others
+
+    def _readers(self, call: FunctionCall) -> list[FunctionCall]:
+        """What reads the result of a call, behind functions that keep its scale; none where it leaves the model."""
+        values = self.flow.reached(call.outputs, self.target.keeps)
+        if any(value in self.flow.recording.outputs for value in values):
+            return []
+        readers = [reader for value in values for reader in self.flow.consumers.get(value, [])]
+        return [reader for reader in readers if reader.function not in self.target.keeps]
+
     def _inputs(self) -> None:
         for call, rule in self.configs.items():
-            if call.function not in self.target.inputs or call.site in self.masked:
+            if call.function not in self.target.inputs or call.site in self.in_float:
                 continue
             constants = self.flow.recording.constants(call) if call.function == "add" else ()
             others = [value for name, value in call.operands.items() if constants and name not in constants]
@@ -394,8 +418,12 @@ class _Planner:
     def _outputs(self) -> None:
         """Give quantizers to the results of functions in `outputs` that no other quantizer reaches."""
         for call in self.flow.calls:
-            if call.function not in self.target.outputs or call.site in self.masked:
+            if call.function not in self.target.outputs or call.site in self.in_float:
                 continue
+            if call.function == "linear" and len(self.flow.recording.values[call.inputs[0]].shape) > 2:
+                sites = {reader.site for reader in self._readers(call)}
+                if sites and sites <= self.streams:
+                    continue
             last = call  # of those that are computed as one
             while last.outputs and self.flow.alone(last.outputs[0]):
                 after = self.flow.consumers[last.outputs[0]][0]

@@ -13,6 +13,7 @@ from fakequant.errors import CoverageWarning
 from fakequant.model.placement import Placement, place
 from fakequant.model.run.outputs import record
 from fakequant.model.sites import SitePlan, plan_sites
+from fakequant.nn.quantizer import quantizers
 from tests.support.placements import placement_of
 from tests.support.vision import import_torchvision
 
@@ -61,8 +62,50 @@ def test_norms_and_attention_of_vit(target: str) -> None:
     attention = placement.layers["encoder.layers.encoder_layer_0.self_attention"]
     assert (attention.output is not None) is (target in ("onnxruntime", "qnn"))
     sums = [site.quantizers for site in plan.sites if site.owner.endswith("encoder_layer_0") and site.function == "add"]
-    # The first sum reads the result of the attention, which is quantized there.
-    assert ("input" in sums[0]) is (target in ("openvino", "tensorrt", "xnnpack"))
+    if target == "onnxruntime":
+        assert sums == []
+    else:  # the first sum reads the result of the attention, which is quantized there
+        assert ("input" in sums[0]) is (target in ("openvino", "tensorrt", "xnnpack"))
+
+
+class Block(nn.Module):
+    """A feed-forward block with its residual sum, before or behind the normalisation, on rows or matrices of them."""
+
+    def __init__(self, *, norm_first: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.norm, self.norm_first = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8), norm_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm_first:
+            return x + self.down(self.up(self.norm(x)).relu())
+        return self.norm(x + self.down(self.up(x).relu()))
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8)])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_sums_that_normalisations_read_stay_in_float(shape: tuple[int, ...], norm_first: bool) -> None:
+    made = [Block(norm_first=norm_first) for _ in range(2)]
+    model = nn.Sequential(*made, nn.LayerNorm(8), nn.Linear(8, 2))
+    model = fq.prepare(model, "int8_affine", torch.randn(shape), target="onnxruntime")
+    assert [name for name in quantizers(model) if "add" in name] == []
+    outputs = {name for name in quantizers(model) if "_output_quantizer" in name}
+    ends = {"3._output_quantizer"}  # a Gemm is an integer one with a quantized result alone
+    assert outputs == (ends if len(shape) > 2 else ends | {"0.down._output_quantizer", "1.down._output_quantizer"})
+
+
+@pytest.mark.parametrize("read", ["product", "user"])
+def test_sums_that_a_product_or_the_user_reads_are_quantized(read: str) -> None:
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            total = x + x.cos()
+            return self.norm(total), self.layer(total) if read == "product" else total
+
+    model = fq.prepare(Read(), "int8_affine", torch.randn(2, 3, 8), target="onnxruntime")
+    assert "_sites.add_0.other" in quantizers(model)
 
 
 @pytest.mark.parametrize("target", ALL)
