@@ -285,7 +285,7 @@ def check_budget(name: str, value: Any, *, any_number: bool = False) -> None:
         return
     number = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
     if not number or not (any_number or float(value) >= 0):
-        kind = "a number" if any_number else "a positive number"
+        kind = "a number" if any_number else "a number from 0 on"
         raise ConfigError(f"{name}={value!r:.40}: a budget is {kind}, such as {name}={_BUDGETS[name]}")
 
 
