@@ -69,7 +69,7 @@ def padded(*lengths: int) -> Tensor:
 )
 def test_a_mask_of_another_prompt_is_noticed(mask: Tensor, row: int, found: int, known: int) -> None:
     model, inputs = named(), prompt()
-    message = f"sequence {row} of this call has {found} tokens of padding before it, and {known} by the mask"
+    message = f"sequence {row} begins with {found} tokens of padding in the mask of the model, but {known} in the mask"
     with pytest.raises(ConfigError, match=message):
         generated(model, cache_of("groups", mask), inputs)
     cache = cache_of("groups", inputs["attention_mask"])
@@ -81,10 +81,10 @@ def test_a_mask_of_another_prompt_is_noticed(mask: Tensor, row: int, found: int,
 
 def test_padding_without_a_mask_is_noticed() -> None:
     model, inputs = named(), {name: x[1:] for name, x in prompt().items()}
-    with pytest.raises(ConfigError, match="sequence 0 of this call has 4 tokens of padding before it, and 0 by"):
+    with pytest.raises(ConfigError, match="sequence 0 begins with 4 tokens of padding in the mask of the model, but 0"):
         generated(model, cache_of("groups"), inputs)
     del inputs["attention_mask"]
-    with torch.no_grad(), pytest.raises(ConfigError, match=r"sequence 0 of this call has 0 tokens .*, and 4 by"):
+    with torch.no_grad(), pytest.raises(ConfigError, match=r"sequence 0 begins with 0 tokens .*, but 4 in"):
         model(**inputs, past_key_values=cache_of("groups", padded(4)))
 
 
@@ -96,13 +96,13 @@ def test_a_later_call_and_a_mask_of_floats_are_compared() -> None:
     floats = torch.zeros(2, 1, 20, 20).masked_fill(~seen, torch.finfo(torch.float32).min)
     with torch.no_grad():
         model(ids, attention_mask=floats[:, :, :11, :11], past_key_values=cache)
-        with pytest.raises(ConfigError, match=r"sequence 1 of this call has 0 tokens .*, and 4 by"):
+        with pytest.raises(ConfigError, match=r"sequence 1 begins with 0 tokens .*, but 4 in"):
             model(ids[:, :9], attention_mask=torch.ones_like(longer), past_key_values=cache)
         cache = cache_of("groups", inputs["attention_mask"])
         model(ids, attention_mask=inputs["attention_mask"], past_key_values=cache)
         windows = floats.masked_fill(torch.ones(20, 20, dtype=torch.bool).tril(-6), torch.finfo(torch.float32).min)
         model(ids[:, :9], attention_mask=windows[:, :, 11:], past_key_values=cache)  # no query of these sees token 0
-        with pytest.raises(ConfigError, match=r"sequence 1 of this call has 4 tokens .*, and 0 by"):
+        with pytest.raises(ConfigError, match=r"sequence 1 begins with 4 tokens .*, but 0 in"):
             model(ids, attention_mask=floats[:, :, :11, :11], past_key_values=cache_of("groups", padded(0, 0)))
 
 

@@ -318,7 +318,7 @@ class _Unmasked:
 
 
 def _has_tokens(layer: nn.Module, x: Tensor, mask: Tensor) -> bool:
-    """Whether the leading axes of an input are those of the mask, and no other axis may be the tokens."""
+    """Whether an input begins with the mask's [batch, tokens], and no other axis could be the tokens."""
     if isinstance(layer, SpatialLayer) or x.dim() < 3 or x.shape[:2] != mask.shape:
         return False  # a convolution has channels where other layers have tokens
     others = x.shape[2:-1] if is_linear(layer) or isinstance(layer, Recurrent) else x.shape[2:]

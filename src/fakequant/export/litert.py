@@ -109,7 +109,7 @@ def export_litert(
 
 
 class _ToLiteRT(LoweringToInt8):
-    """Lowers quantizers for LiteRT, whose converter reads weights, too, as quantize nodes per tensor or channel."""
+    """Lowers quantizers for LiteRT, which needs a weight as floats and a quantize node, per tensor or channel."""
 
     label = "LiteRT"
     float_weights = True

@@ -149,9 +149,9 @@ def _attend_by_query(
         # is far behind; the query of the first token that is none but padding sees that token.
         if masked < known or (masked > known >= length - queries):
             raise ConfigError(
-                f"sequence {row} of this call has {masked} tokens of padding before it, and {known} by the mask of the "
-                "cache: give FakeQuantCache(attention_mask=), or cache.reset() before another prompt, the mask that "
-                "the model gets"
+                f"sequence {row} begins with {masked} tokens of padding in the mask of the model, but {known} in "
+                "the mask of the cache: give the model's mask to FakeQuantCache(attention_mask=), or to cache.reset() "
+                "before another prompt"
             )
     of_places = [mask] if (bias := options.get("position_bias")) is None else [mask, bias]
     found = []

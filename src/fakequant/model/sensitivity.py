@@ -127,8 +127,8 @@ def layer_sqnr(
 ) -> dict[str, float]:
     """The signal-to-quantization-noise ratio in dB of every quantizer on the tensors that it quantizes, by name.
 
-    If a batch calls a quantizer several times, as a head that is shared by the scales of a pyramid, the noise of each
-    call is divided by the energy of that call, and the ratio is that of the mean.
+    If a batch calls a quantizer several times, as in a head shared by the levels of a pyramid, noise / signal is
+    computed for each of these calls, and the mean of these numbers is given in dB.
 
     Under the arithmetic of an engine, see `set_execution`, the noise is that of the codes that the engine stores.
     Layers that multiply integers are simulated.

@@ -89,8 +89,8 @@ class GradientConfig:
         object.__setattr__(self, "operands", operands)
         if hadamard and input is None and weight is None:
             raise ConfigError(
-                "hadamard multiplies both operands of a product before they are quantized; give input= for the product "
-                "that gives the weight's gradient, or weight= for that of the input's"
+                "hadamard needs both operands of a backward product quantized, not only the gradient; give input= (for "
+                "the weight's gradient) or weight= (for the input's gradient)"
             )
 
     def __str__(self) -> str:

@@ -722,8 +722,8 @@ def params_of_call(
         groups = expected if groups.numel() == 1 == torch.Size(expected).numel() else groups
         if tuple(groups) != tuple(expected):
             raise ShapeError(
-                f"{named()} has scales of shape {list(groups)} in each of {by_value.count} bins, which do not fit "
-                f"{spec.granularity} on a tensor of shape {list(shape)}; calibrate it on tensors of that shape"
+                f"{named()} has scales of shape {list(groups)} in each bin of {by_value.name}, but {spec.granularity} "
+                f"needs {list(expected)} for a tensor of shape {list(shape)}; calibrate it on tensors of that shape"
             )
         return _taken(params, bins, groups), spec
     granularity, axes = spec.granularity, (0,)

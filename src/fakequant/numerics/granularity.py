@@ -69,9 +69,9 @@ class Granularity(ABC):
         return self
 
     def for_each(self) -> Granularity:
-        """The granularity for a stack [tensors, ...], each quantized alone; other axes are counted from the end.
+        """The granularity for a stack [tensors, ...] of tensors quantized one by one; give negative axes.
 
-        A granularity that has a scale for every index of the other axes stays as it is.
+        A granularity with a scale for every index of the axes that it does not name stays as it is, as `PerToken`.
 
         >>> PerTensor().for_each(), PerChannel(-2).for_each(), PerToken().for_each()
         (PerChannel(axes=(0,)), PerChannel(axes=(0, -2)), PerToken())

@@ -281,11 +281,11 @@ _WIDE = f'"damping" was left out: it has more than {WIDEST_HALVED:,} columns'
 
 
 class Collector:
-    """Reads inputs of layers at their stages, makes sums over them, and chooses inputs and weights.
+    """At each `Stage`, sums over the inputs of a layer, and then the choice for its input and its weight.
 
     Args:
-        processes: they choose together; the first one chooses transforms and ranges of inputs.
-        halves: whether the sums of layers of up to 2,048 columns are kept for two halves of the rows.
+        processes: choose weights together; the first alone chooses transforms and ranges of inputs.
+        halves: keep sums for two halves of the rows even if there are many; up to 2,048 columns.
     """
 
     def __init__(

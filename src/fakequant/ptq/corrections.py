@@ -60,8 +60,8 @@ def reestimate_batch_norm(
     }
     if folded := [name for name, norm in norms.items() if isinstance(norm, FoldedNorm)]:
         raise ConfigError(
-            f"{len(folded)} batch normalisations are folded into their layers, the first is {folded[0]}: the quantized "
-            "weights follow their statistics; fine-tune to move them"
+            f"{len(folded)} batch normalisations are folded into layers, the first is {folded[0]}: new statistics "
+            "would change the weights; update the statistics by fine-tuning"
         )
     if not norms:
         raise ConfigError("the model has no batch normalisation with statistics; call this before they are merged")

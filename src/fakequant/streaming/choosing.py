@@ -171,7 +171,7 @@ _Places = list[tuple[str, dict[str, Any], str]]
 def _filled(
     path: str, shared: _Places, tensor: Tensor, given: Mapping[str, Tensor], device: torch.device | None
 ) -> Tensor:
-    """The values of a tensor on a device; of a tied tensor, `given` needs only one of the names."""
+    """A tensor's values on a device; for a tied tensor, one of its names in `given` is enough."""
     if not tensor.is_meta:
         return tensor.to(device)
     names = [name for name, *_ in shared]

@@ -127,7 +127,7 @@ def test_other_lattices_are_refused(text):
     ],
 )
 def test_rows_that_are_no_whole_blocks_are_refused_by_what_llama_cpp_stores_then(kind, columns, instead):
-    message = f"its rows of {columns} are no whole blocks of .* llama.cpp stores such weights as {instead}$"
+    message = f"its rows of {columns} do not divide into blocks of .* llama.cpp stores them as {instead}$"
     with pytest.raises(ShapeError, match=message):
         kind_of(spec_of(kind), (8, columns))
 

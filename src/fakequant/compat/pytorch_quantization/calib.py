@@ -125,11 +125,11 @@ def _lowest_between(at_a: np.ndarray, at_b: np.ndarray, a: np.ndarray, b: np.nda
 def entropy_amax(
     counts: np.ndarray, edges: np.ndarray, num_bits: NumBits, unsigned: bool, *, stride: int = 1, start_bin: int = 128
 ) -> Tensor:
-    """The edge with the smallest loss if the histogram up to it is quantized; the last of equal edges.
+    """The edge up to which quantizing the histogram has the smallest loss; the last such edge.
 
-    The loss is the Kullback-Leibler divergence of the bins below the edge, with the clipped counts in the last bin,
-    from the same bins without the clipped counts, merged into a cell for each magnitude of a code and spread evenly
-    over the bins of a cell that are not empty. Bin 0 counts as much as its neighbour.
+    The loss is the Kullback-Leibler divergence KL(P || Q). P: the bins below the edge, with the clipped counts added to
+    the last. Q: these bins without the clipped counts, merged into a cell for each magnitude of a code; each cell is
+    spread evenly over its bins that are not empty. Bin 0 gets the count of bin 1.
 
     Raises:
         ValueError: there are fewer bins than start_bin.

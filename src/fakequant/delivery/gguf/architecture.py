@@ -457,7 +457,7 @@ def llama_cpp_inputs(model: Model) -> Model:
 
 
 def has_cache(model: nn.Module) -> bool:
-    """Whether functions of a model have the quantizers of llama.cpp's cache, and no others."""
+    """Whether a model quantizes functions, and all of them only as llama.cpp's cache does."""
     owners = sites_entry(model).owners.values()
     held = [one.tensor for owner in owners for site in owner.sites.values() for one in site.quantizers.values()]
     return bool(held) and all(one == LLAMA_CPP_CACHE.input for one in held)

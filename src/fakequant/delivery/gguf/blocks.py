@@ -598,8 +598,8 @@ def kind_of(spec: QuantSpec, shape: tuple[int, ...]) -> str:
             return kind
     instead = _INSTEAD.get(found[0], "F16")
     raise ShapeError(
-        f"its rows of {shape[-1]} are no whole blocks of {LAYOUTS[found[0]].weights}, as {found[0]} has; llama.cpp "
-        f"stores such weights as {instead}{f', the preset GGUF_{instead}' if instead in _SPECS else ', in float'}"
+        f"its rows of {shape[-1]} do not divide into blocks of {LAYOUTS[found[0]].weights}, as {found[0]} needs; "
+        f"llama.cpp stores them as {instead}{f', the preset GGUF_{instead}' if instead in _SPECS else ', in float'}"
     )
 
 

@@ -387,7 +387,7 @@ class _WholeRecorder(Recorder):
 
     @contextmanager
     def recording_on(self) -> Iterator[None]:
-        """A context in which calls belong to the module whose `forward` runs, and calls of hooks to no module."""
+        """A context: each call is recorded with the module whose `forward` makes it, and with no module in a hook."""
         with restore_after(forwards_of(self.modules.values())):
             for path, module in self.modules.items():
                 follow = self._quantized(module) if quantizes(module) else self._followed(path, module.forward)

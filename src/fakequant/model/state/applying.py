@@ -247,9 +247,7 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
     entries = {path: entry for path, _, entry in state.quantizers()}
     for name, weight in coded.items():
         if unknown := set(weight.quantizers) - set(entries):
-            raise CheckpointError(
-                f"the checkpoint is damaged: {name} names the quantizer {min(unknown)}, which it lacks"
-            )
+            raise CheckpointError(f"the checkpoint is damaged: it lacks the quantizer {min(unknown)} that {name} names")
         held = {path: entries[path] for path in readers.get(name, [])}
         own = [path for path, entry in held.items() if entry.is_static and entry.tensor.spec == weight.spec]
         if not own:

@@ -151,8 +151,8 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
     def _other_input(self, attribute: str, x: Tensor, name: str) -> Factor:
         if getattr(self, attribute) is None and self._input_quantizer is not None:
             raise CalibrationError(
-                f"the attention gets a {name} of its own, but in calibration it was always the query or the key, and "
-                f"{attribute} was taken away; prepare the model anew, and calibrate it with such calls too"
+                f"the attention gets its {name} as a separate tensor, but never did in calibration, so {attribute} was "
+                "removed; prepare the model again, and calibrate it with such calls, too"
             )
         return Factor.of(self, attribute, x)
 

@@ -219,7 +219,7 @@ def whole_range(inputs: Inputs, spec: QuantSpec) -> Range:
 
 
 def parts_of(batch: Sequence[Tensor]) -> Inputs:
-    """The inputs of a single batch in up to four parts along their first axis, each with all calls."""
+    """One batch as up to four: the input of every call is split along its first axis."""
     parts = [x.chunk(_SAMPLED) for x in batch]
     return [[own[place] for own in parts if place < len(own)] for place in range(max(map(len, parts)))]
 
