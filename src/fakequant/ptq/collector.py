@@ -36,6 +36,7 @@ from fakequant.ptq.solvers.problem import structured_zeros
 from fakequant.ptq.solvers.sums import MOST_DRIFT, HalvedSums, InputSums, drift_share, parts_of_outputs, stacked
 from fakequant.ptq.solvers.transforms import (
     ROWS_PER_CHANNEL,
+    TRANSFORMS,
     WIDEST_HALVED,
     Parts,
     parts_of,
@@ -274,8 +275,6 @@ def _are_same(calls: Calls | None, others: Calls | None) -> bool:
 
 StepsOf = Callable[[str], Sequence[str]]
 """A function of a layer's name that returns the steps for the layer."""
-TRANSFORMS = "smooth", "rotate"
-"""The steps that put a transform before inputs."""
 _OTHER_ROWS = '"drift" was left out: the rows of its input are others in the float model'
 _WIDE = f'"damping" was left out: it has more than {WIDEST_HALVED:,} columns'
 

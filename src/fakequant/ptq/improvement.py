@@ -20,10 +20,10 @@ from fakequant.model.weights import evaluating, exact_products, raise_scales, ti
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.wrappers import accepts_wrapped_model
-from fakequant.ptq.collector import TRANSFORMS, ChosenLayersFolder, Collector, run_of
+from fakequant.ptq.collector import ChosenLayersFolder, Collector, run_of
 from fakequant.ptq.judging import EVERY_OF_CHOICES, MISSED, Improvement, LayerResult, OutputJudge, remarks_of
 from fakequant.ptq.solvers.layer import SOLVERS, write
-from fakequant.ptq.solvers.transforms import memory
+from fakequant.ptq.solvers.transforms import TRANSFORMS, memory
 from fakequant.ptq.stream import (
     NOT_REPEATED,
     CallOrder,

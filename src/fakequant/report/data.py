@@ -20,7 +20,7 @@ from fakequant.ptq.trial import NextStep
 
 
 class Section(Enum):
-    """The sections of a report, in order; the value is the heading."""
+    """The headings of sections, by which a report names the reason for an empty section."""
 
     ACCURACY = "Accuracy"
     LAYERS = "Layers"
@@ -31,10 +31,6 @@ class Section(Enum):
     LEFT = "Left in float"
     VERIFICATION = "Verification"
     ENVIRONMENT = "Environment"
-
-
-OPTIONAL = {Section.IMPROVEMENT, Section.CURVE}
-"""Sections that a page leaves out if they are empty."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,21 @@ _WORTH = 1.0
 """Decibels by which the whole range must be better than the chosen range before the page says so."""
 
 
+_Show = Callable[[ReportData], str]
+SECTIONS = dict[Section | str, tuple[_Show, bool]]()
+"""By heading, in order: the function that shows a section, and whether a page leaves it out if it is empty."""
+
+
+def section(heading: Section | str, *, optional: bool = False) -> Callable[[_Show], _Show]:
+    """Add the decorated function to the sections of a page, after those that are defined before it."""
+
+    def add(show: _Show) -> _Show:
+        SECTIONS[heading] = show, optional
+        return show
+
+    return add
+
+
 def histogram(shown: Distribution) -> str:
     """Bars of the logarithms of counts, with the ends of the ranges; the scale is text below."""
     lowest, highest = shown.edges[0], shown.edges[-1]
@@ -106,6 +121,7 @@ def _svg(label: str, content: str, width: int = _WIDTH, height: int = _HEIGHT) -
     return f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {width} {height}">{content}</svg>'
 
 
+@section(Section.ACCURACY)
 def _accuracy(data: ReportData) -> str:
     if not data.accuracy:
         return ""
@@ -113,6 +129,7 @@ def _accuracy(data: ReportData) -> str:
     return table(header, accuracy_cells(data.accuracy), numbers=(2, 3))
 
 
+@section(Section.LAYERS)
 def _layers(data: ReportData) -> str:
     """The HTML of the ten worst layers, and of all layers in network order."""
     layers = data.layers
@@ -214,6 +231,7 @@ def decibels(value: float) -> str:
     return "exact" if value == math.inf else f"{value:.1f}"
 
 
+@section(Section.RANGES)
 def _ranges(data: ReportData) -> str:
     if not data.distributions and not data.channels:
         return ""
@@ -273,6 +291,7 @@ def _channels(shown: Channels) -> str:
     )
 
 
+@section(Section.IMPROVEMENT, optional=True)
 def _improvement(data: ReportData) -> str:
     if not data.improvement:
         return ""
@@ -293,6 +312,7 @@ def _improvement(data: ReportData) -> str:
     )
 
 
+@section(Section.CURVE, optional=True)
 def _curve(data: ReportData) -> str:
     """A plot and a table of a comparison over bits: the metric, or, if a row lacks it, the output's error in dB."""
     if data.curve is None:
@@ -323,6 +343,7 @@ def _form(row: Compared) -> str:
     return " ".join(filter(None, row.way))
 
 
+@section(Section.SIZES)
 def _sizes(data: ReportData) -> str:
     rows = []
     for size in data.sizes:
@@ -331,6 +352,7 @@ def _sizes(data: ReportData) -> str:
     return table(("what", "bytes", "bytes in float32", "times smaller"), rows, numbers=(1, 2, 3)) if rows else ""
 
 
+@section(Section.LEFT)
 def _left(data: ReportData) -> str:
     parts = []
     for model, operations in data.unquantized.items():
@@ -342,6 +364,7 @@ def _left(data: ReportData) -> str:
     return "".join(parts)
 
 
+@section(Section.VERIFICATION)
 def _verification(data: ReportData) -> str:
     parts = list[str]()
     for check in data.verifications:
@@ -381,6 +404,7 @@ def _verification(data: ReportData) -> str:
     return "".join(parts)
 
 
+@section(Section.ENVIRONMENT)
 def _environment(data: ReportData) -> str:
     if not data.environment:
         return ""
@@ -397,16 +421,3 @@ def paragraphs(sentences: Iterable[str], kind: str = "") -> str:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
     """A table that scrolls in itself where the page is narrow."""
     return f'<div class="wide">{html_table(header, rows, numbers=numbers)}</div>'
-
-
-SECTIONS: dict[Section, Callable[[ReportData], str]] = {
-    Section.ACCURACY: _accuracy,
-    Section.LAYERS: _layers,
-    Section.RANGES: _ranges,
-    Section.IMPROVEMENT: _improvement,
-    Section.CURVE: _curve,
-    Section.SIZES: _sizes,
-    Section.LEFT: _left,
-    Section.VERIFICATION: _verification,
-    Section.ENVIRONMENT: _environment,
-}

@@ -36,9 +36,9 @@ from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.model.weights import disabled, evaluating, raise_scales
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
-from fakequant.ptq.collector import TRANSFORMS
 from fakequant.ptq.improvement import check_same, checked_steps, improved
 from fakequant.ptq.judging import Improvement, LayerResult
+from fakequant.ptq.solvers.transforms import TRANSFORMS
 from fakequant.ptq.weights import calibrated_weights
 from fakequant.restore import attributes_of, restore_after, set_to
 from fakequant.streaming.blocks import BlockCall, Work, blocks_of, calls_of, in_place_of

@@ -1,4 +1,4 @@
-"""Choose the ranges, codes and bias of one layer by the error of its output."""
+"""Choose the ranges, codes and bias of one layer by the error of its output: what the steps of `improve` do."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The error of a layer's output as a function of the values of its weight.
 
-Codes of a weight matrix that lower the error of its product: GPTQ (arXiv 2210.17323), coordinate descent, and
-AdaRound (arXiv 2004.10568). The paper of AdaRound passes inputs through the layer in every iteration. The loss of a
-linear layer is a function of the sum H of x x^T alone, so that an iteration is one product of matrices here, all inputs
-count in it, and no order is drawn.
+The steps of `improve` that round: codes of a weight matrix that lower the error of its product, by GPTQ (arXiv
+2210.17323), coordinate descent, and AdaRound (arXiv 2004.10568). The paper of AdaRound passes inputs through the layer
+in every iteration. The loss of a linear layer is a function of the sum H of x x^T alone, so that an iteration is one
+product of matrices here, all inputs count in it, and no order is drawn.
 
 All minimise tr(E H E^T) + 2 tr(P E^T), E = W - Q, over the values Q of a grid, where H is the sum of x x^T over the
 inputs, and P what their drift adds: see `Problem`.

@@ -366,14 +366,10 @@ def _families(
     layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[str], found: Sequence[_Candidate]
 ) -> Iterator[list[_Candidate]]:
     """Lists of candidates of a kind, the cheapest kind at run time first; `found`: winners so far, the last first."""
-    smoothing = _smoothings(layers, inputs) if "smooth" in steps else []
-    if smoothing:
-        yield smoothing
-    rotations = _rotations(layers) if "rotate" in steps else []
-    if not rotations:
-        return
-    yield rotations
-    if not smoothing:
+    families = {step: made for step, make in TRANSFORMS.items() if step in steps and (made := make(layers, inputs))}
+    yield from families.values()
+    smoothing, rotations = families.get("smooth"), families.get("rotate")
+    if not smoothing or not rotations:
         return
     size = next((own.whole.options()["block"] for own in found[:1] if own.step == "rotate"), 0)
     size = size or rotations[-1].whole.options()["block"]
@@ -419,7 +415,7 @@ def _smoothings(layers: Sequence[MatrixProduct], inputs: Inputs) -> list[_Candid
     ]
 
 
-def _rotations(layers: Sequence[MatrixProduct]) -> list[_Candidate]:
+def _rotations(layers: Sequence[MatrixProduct], _: Inputs) -> list[_Candidate]:
     """Candidates that rotate blocks: those of the quantizer's size, and of the longest size."""
     if any(layer.tensor.dim() != 2 or structured_zeros(layer.tensor) is not None for layer in layers):
         return []
@@ -430,6 +426,13 @@ def _rotations(layers: Sequence[MatrixProduct]) -> list[_Candidate]:
     sizes = sorted({size for size in (*own, longest) if features % size == 0 and size > 1 and not size & (size - 1)})
     found = [BlockHadamard.of(layers[0].layer, block=size) for size in sizes]
     return [_Candidate(own, lambda _, own=own: own, "rotate") for own in found]
+
+
+TRANSFORMS: dict[str, Callable[[Sequence[MatrixProduct], Inputs], list[_Candidate]]] = {
+    "smooth": _smoothings,
+    "rotate": _rotations,
+}
+"""The steps that put a transform before inputs, the cheapest at run time first: each returns its candidates."""
 
 
 @torch.no_grad()
