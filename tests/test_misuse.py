@@ -281,7 +281,7 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "report by nothing": (
         lambda path: fq.report(ready(), [X], path / "r.html", lambda _: None),
-        r"metric\(model\) returned None, not a number; return one, larger is better",
+        r"metric\(model\) returned None, not a number; return a number, larger is better",
     ),
     "compare by a metric's name": (lambda _: fq.compare(net(), [X], metric="acc"), r"a function as metric.*got 'acc'"),
     "compare by nothing": (lambda _: fq.compare(net(), [X], metric=lambda _: None), r"metric\(model\) returned None"),
@@ -305,7 +305,7 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a rule of three": (
         lambda _: fq.Rule("2", "int8", "int4"),
-        r"a pattern and a preset by place, got 'int4' too; the",
+        r"a pattern and a preset, got 'int4' too; name the others",
     ),
     "sensitivity unprepared": (
         lambda _: fq.sensitivity(net(), [X]),

@@ -222,7 +222,7 @@ class Ranks:
         values = self.all(value)
         if other := [rank for rank, one in enumerate(values) if one != values[0]]:
             raise self._differ(
-                f"the processes {what}: rank {other[0]} has another value than rank 0; give all of them the same"
+                f"the processes {what}: rank {other[0]} differs from rank 0; give all processes the same"
             )
 
     def in_step(self, items: Iterable[Result]) -> Iterator[Result]:
@@ -240,7 +240,7 @@ class Ranks:
             if not all(has):
                 raise CalibrationError(
                     f"the process of rank {has.index(False)} has {count} batches, and others have more. The weights "
-                    "are sharded, and each call of the model needs all processes: give all of them as many batches"
+                    "are sharded, and each call of the model needs all processes: give all the same number of batches"
                 )
             count += 1
             yield cast("Result", item)
@@ -272,7 +272,7 @@ class Ranks:
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
-        """A context in which processes exchange something else, so that an error cannot be told to the others."""
+        """A context for another kind of exchange: an error in it is raised here, and not sent to other processes."""
         try:
             yield
         except BaseException:

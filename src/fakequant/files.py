@@ -28,7 +28,7 @@ _WRITTEN = 1 << 18
 
 
 def read_whole(path: Path) -> bytes:
-    """The content of a regular file, or of a link to one: others, such as a pipe or /dev/zero, may never end.
+    """The content of a regular file, or of a link to one: other files, such as a pipe or /dev/zero, may never end.
 
     Raises:
         OSError: it is no regular file, or cannot be read.
@@ -146,8 +146,8 @@ def write_in_order(files: Mapping[Path, bytes | Path], *, without_old: bool = Fa
 
     Args:
         files: their content, or the path of a `temporary_file` that has it.
-        without_old: whether all old files go before the first new one comes, the last one first, so that no reader and
-            no kill meets files of both. After an error they are back. The caller has locked the folder.
+        without_old: whether all old files are removed, the last one first, before the first new one appears: old and
+            new are never together, even after a kill. After an error the old are back. The caller locked the folder.
 
     Raises:
         OutputError: a file cannot be written; if this is noticed before the first rename, all old files are unchanged.

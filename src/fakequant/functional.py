@@ -155,7 +155,7 @@ def quantize(
 
 
 def dequantize(codes: Tensor, params: QParams, spec: QuantSpec | str, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The values of codes made by `quantize`, in the dtype of the scale or the one given.
+    """The values of codes made by `quantize`, in `dtype`, or by default in the dtype of the scale.
 
     >>> codes, params = quantize(torch.tensor([0.1, -0.52, 1.27]), "int8")
     >>> dequantize(codes, params, "int8")

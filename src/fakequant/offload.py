@@ -20,7 +20,7 @@ def offloaded(model: nn.Module) -> list[str]:
 
 
 def fetched(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """A tensor of a module, with the values of its next call if a hook keeps these elsewhere.
+    """A tensor of a module, with the values that the module's next call uses, if a hook keeps these elsewhere.
 
     Args:
         name: of the attribute.

@@ -150,7 +150,7 @@ def channels(model: nn.Module, quantizer: str, *, axes: Axes | None = None) -> A
 
 
 def comparison(found: Comparison, *, over: str = "bits", axes: Axes | None = None) -> Axes:
-    """Draw the presets that `fakequant.compare` tried: metric, without one the error, over size or time.
+    """Draw the presets that `fakequant.compare` tried: the metric (or the error, if none) over size or time.
 
     A line joins those that none surpasses, as in `Comparison.plot`, which writes a file.
 

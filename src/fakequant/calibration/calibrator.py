@@ -240,7 +240,7 @@ class Calibrator(Observer):
         Raises a ConfigError if the other has another specification or resolution, or collects too little.
         """
         raise ConfigError(
-            f"{type(self).__name__} cannot go on from {type(other).__name__}; call fakequant.calibrate with this method"
+            f"{type(self).__name__} cannot use what {type(other).__name__} saw; call fakequant.calibrate by this method"
         )
 
     @abstractmethod

@@ -251,9 +251,9 @@ class ExtremaCalibrator(Calibrator):
         needed = self._state_names()
         if other.spec != self.spec or not (not kept or set(needed) <= set(kept)):
             raise ConfigError(
-                f"{type(self).__name__}({self.spec}) cannot go on from {type(other).__name__}({other.spec}), which "
-                f"keeps {', '.join(kept) or 'nothing'}; collect with one specification, and by percentile, entropy or "
-                "mse if one of them is to follow"
+                f"{type(self).__name__}({self.spec}) cannot use what {type(other).__name__}({other.spec}) saw, which "
+                f"keeps {', '.join(kept) or 'nothing'}; collect with the same specification, and for percentile, "
+                "entropy or mse by one of these"
             )
         try:
             self.load_state_dict({name: kept[name] for name in needed} if kept else {})

@@ -337,8 +337,8 @@ _LARGEST_DENOMINATOR = 1 << 31
 class PercentileCalibrator(HistogramCalibrator):
     """The smallest threshold that at least `percentile` % of the magnitudes do not exceed.
 
-    Both ends are clipped at that threshold, so that at most the rest of the values is clipped, whichever end they are
-    at. It is the upper edge of a bin, and never more than was seen: 100 gives exactly what "max" gives.
+    Both ends are clipped at that threshold, so that at most the rest of the values is clipped, at both ends together.
+    The threshold is the upper edge of a bin, and never more than was seen: 100 gives exactly what "max" gives.
 
     Args:
         spec: how the tensor will be quantized.

@@ -45,8 +45,8 @@ def search_params(x: Tensor, spec: QuantSpec, moments: Tensor | None = None) -> 
     Args:
         x: [rows, ...]; what is not finite counts as 0.
         spec: one that `searches`.
-        moments: of the inputs by which the rows are multiplied, [columns, columns], so that the error is that of their
-            products; of columns that share no scale they count as 0. None: the error of x.
+        moments: second moments [columns, columns] of the inputs that multiply the rows, so that the error is that of
+            the products; moments of two columns with different scales count as 0. None: the error of x.
 
     >>> x = torch.tensor([[0.1, 0.9, 2.1, 2.9]])
     >>> spec = QuantSpec.parse("uint2 per_channel(0) scale=float16 offset=float16")

@@ -81,8 +81,8 @@ class Changes(NamedTuple):
 class Values:
     """The values of all tensors, arrays and containers that can be reached from some objects, to be restored.
 
-    Modules, dicts, lists, sets, tuples and plain objects are looked into. A `Quantizer` is not, so that it keeps what a
-    run is made for.
+    Modules, dicts, lists, sets, tuples and plain objects are looked into. Quantizers are not, so that they keep what a
+    run collects in them.
 
     Args:
         roots: the objects by name.
@@ -360,7 +360,7 @@ class Runs:
     """Runs models on the batches of one call, and keeps a record of what the runs write.
 
     Attributes:
-        written: by model, what the first run or the first pass changed, beside the batches.
+        written: by model, the changes of the first run or pass, without those of the batches.
     """
 
     def __init__(self) -> None:
@@ -388,7 +388,7 @@ class Runs:
     def run(self, model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any], *, alone: bool) -> Any:
         """The outputs of a model for a batch; model, batch and random numbers are restored.
 
-        If the model does not run `alone`, because it is changed meanwhile, the changes of the model stay.
+        With `alone=False`, for a caller that itself changes the model meanwhile, the changes of the model stay.
         """
         with _copied(batch) if self._copies else nullcontext(batch) as own:
             if not alone:

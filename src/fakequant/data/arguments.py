@@ -72,7 +72,7 @@ def refuse_prepared(model: nn.Module, function: str) -> None:
 
 
 def refuse_unprepared(model: nn.Module, error: type[FakeQuantError] = ConfigError, otherwise: str = "") -> None:
-    """Raise an error, which `otherwise` ends, if a model has no quantizers."""
+    """Raise an error, whose message ends with `otherwise`, if a model has no quantizers."""
     if not quantizers(model):
         raise error(f"the model has no quantizers; call fakequant.prepare(model, config) first{otherwise}")
 
@@ -100,7 +100,7 @@ def measured(metric: Metric, model: nn.Module) -> float:
 
     >>> measured(lambda model: None, nn.Identity())
     Traceback (most recent call last):
-    fakequant.errors.ConfigError: metric(model) returned None, not a number; return one, larger is better
+    fakequant.errors.ConfigError: metric(model) returned None, not a number; return a number, larger is better
     """
     with unchanged(model):
         value = metric(model)
@@ -108,5 +108,5 @@ def measured(metric: Metric, model: nn.Module) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"metric(model) returned {shown(value)}, not a number; return one, larger is better"
+            f"metric(model) returned {shown(value)}, not a number; return a number, larger is better"
         ) from error

@@ -326,7 +326,7 @@ def _has_tokens(layer: nn.Module, x: Tensor, mask: Tensor) -> bool:
 
 
 def _counts_positions(granularity: Granularity, x: Tensor) -> bool:
-    """Whether fixed scales of an input are of single positions, so that no position can be left out."""
+    """Whether an input has fixed scales for single positions, so that no position can be left out."""
     try:
         return any(count != 1 for count in granularity.group_shape(x.shape)[:2])
     except ShapeError:
@@ -407,9 +407,9 @@ class Batches:
     def run(self, model: nn.Module, batch: Any, *, alone: bool = True) -> Any:
         """The outputs of a model for one of the batches; the model and the batch are restored, see `unchanged`.
 
-        If the model does not run `alone`, because it is changed meanwhile, its changes stay. Raises a BatchError if the
-        model failed, which names the batch's number and shapes, and the layer. Errors of this package except
-        DTypeError, and errors outside of the model, stay as they are.
+        With `alone=False`, for a caller that itself changes the model meanwhile, the changes of the model stay. Raises
+        a BatchError if the model failed, which names the batch's number and shapes, and the layer. Errors of this
+        package except DTypeError, and errors outside of the model, stay as they are.
         """
         number = self._numbers[id(original(batch))]
         kinds = (*OF_TORCH, DTypeError)  # the quantizers of a model refuse integers before torch does
@@ -493,7 +493,7 @@ class HeldOut(NamedTuple):
     Attributes:
         all: the batches of both parts.
         made: the batches that make the result.
-        held: the batches that judge it; none of a single batch, which is in `made`.
+        held: the batches that judge it; empty for a single batch, which is in `made`.
 
     >>> batches = HeldOut.of(Batches(list("abcde"), "improve").kept(), 4)
     >>> batches.made.numbered, batches.judging.numbered

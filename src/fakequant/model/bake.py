@@ -141,13 +141,13 @@ def bake_weights(model: Model) -> Model:
 
     The model computes the same as before, without quantizing weights again in every pass. Last bits change only in
     recurrent layers without other quantizers, which torch's own kernel computes from then on. A weight that several
-    layers share, as embedding and head of a language model do, is replaced once for all of them. Of functions in a
-    model's own `forward`, parameters are replaced that one call alone reads; others keep their quantizers. An interrupt
-    is raised when all weights are replaced.
+    layers share, as embedding and head of a language model do, is replaced once for all of them. A parameter that a
+    model's own `forward` passes to functions is replaced if a single call reads it; otherwise it keeps its quantizers.
+    An interrupt is raised after the last weight.
 
     Raises:
-        ConfigError: the model has no quantizers, or a weight whose quantizer is off, that another layer uses too and
-            quantizes otherwise (names both), that is computed from other tensors, or that is sharded over processes;
+        ConfigError: the model has no quantizers, or a weight whose quantizer is off, that two layers share and quantize
+            in different ways (names both), that is computed from other tensors, or that is sharded over processes;
             nothing is changed.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)

@@ -46,7 +46,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class CalibratorByValue(Calibrator):
-    """A calibrator for each bin of a value, such as the timestep of a diffusion model."""
+    """A calibrator for each bin (interval) of a value, such as the timestep of a diffusion model."""
 
     def __init__(self, by_value: ByValue, bins: Sequence[Calibrator]) -> None:
         super().__init__(bins[0].spec)
@@ -107,7 +107,7 @@ class CalibratorByValue(Calibrator):
                 own.load_state_dict(held)
 
     def ranges(self) -> list[Range]:
-        """The range of each bin; a bin that saw nothing but zeros gets that of the nearest bin, the lower of two."""
+        """The range of each bin; a bin that saw no value but 0 gets the range of the nearest bin, the lower of two."""
         found = [own.compute_range() if own.observed else None for own in self.bins]
         known = [place for place, own in enumerate(found) if own is not None and bool(own.amax.any())]
         known = known or [place for place, own in enumerate(found) if own is not None]
@@ -127,7 +127,7 @@ class CalibratorByValue(Calibrator):
         return Range(torch.stack([own.lo for own in found]).amin(0), torch.stack([own.hi for own in found]).amax(0))
 
     def histogram(self) -> Histogram | None:
-        """The counts of all bins together; None if the method needs none, or cannot merge."""
+        """The counts of all bins together; None if the method counts nothing or does not merge."""
         seen = [own for own in self.bins if own.observed]
         if not seen or not self.mergeable:
             return None
@@ -145,7 +145,7 @@ def chosen_values(
     boundaries: Sequence[float] | None,
     processes: Ranks,
 ) -> tuple[ByValue | None, Batches]:
-    """The value by which ranges are chosen, None for one range; and the batches, kept if a first pass sets the bins."""
+    """The `ByValue` that chooses ranges, None for a single range; and the batches, kept if they set the bins."""
     if by is None:
         if bins is not None or boundaries is not None:
             raise ConfigError('bins= and boundaries= are those of a value; name it, such as by="timestep"')
@@ -177,7 +177,7 @@ def chosen_values(
 
 
 def boundaries_of(values: Tensor, count: int, by: By = "value") -> list[float]:
-    """Boundaries of bins that hold equally many values, midway between neighbours.
+    """Boundaries of up to `count` bins with equally many values, each midway between two neighbouring values.
 
     >>> boundaries_of(torch.tensor([0.0, 1.0, 2.0, 3.0, 10.0, 20.0]), 3)
     [1.5, 6.5]
@@ -186,7 +186,7 @@ def boundaries_of(values: Tensor, count: int, by: By = "value") -> list[float]:
     if len(distinct) < 2:
         raise CalibrationError(
             f"all calls have the value {distinct[0].item():g} of {ByValue(by, [0.0]).name}, which makes one bin; give "
-            "batches of several, or leave out by="
+            "batches of several values, or leave out by="
         )
     ends = [ordered[len(ordered) * place // count] for place in range(1, count)]
     starts = torch.stack(ends) if len(distinct) > count else distinct[1:]
@@ -199,7 +199,7 @@ def boundaries_of(values: Tensor, count: int, by: By = "value") -> list[float]:
 
 @contextmanager
 def reading(model: nn.Module) -> Iterator[Callable[[ByValue], None]]:
-    """A context that gives a function which makes the calls of a model read another value.
+    """A context that yields a function: called with a `ByValue`, it makes the calls of a model read this value, too.
 
     When the context ends, calls read the values by which the quantizers of the model choose ranges.
     """
@@ -214,7 +214,7 @@ def calibrators_of(by_value: ByValue | None, make: Callable[[], Calibrator]) -> 
 
 
 def follow_values(model: nn.Module) -> None:
-    """Make the calls of a model read the values by which its quantizers choose ranges; equal ones become one object."""
+    """Make calls of a model read the values by which quantizers choose ranges; equal `ByValue`s become one object."""
     known: list[ByValue] = []
     for quantizer in quantizers(model).values():
         own = quantizer.by_value
@@ -226,7 +226,7 @@ def follow_values(model: nn.Module) -> None:
 
 
 def set_range_of(quantizer: Quantizer, calibrator: Calibrator | None, range: Range) -> None:
-    """Give a quantizer the range that its calibrator found, or the ranges of all bins."""
+    """Give a quantizer the range of its calibrator, or of a `CalibratorByValue` the range of each bin."""
     if not isinstance(calibrator, CalibratorByValue):
         quantizer.set_range(range)
         return
@@ -235,7 +235,7 @@ def set_range_of(quantizer: Quantizer, calibrator: Calibrator | None, range: Ran
 
 
 def check_bins(by_value: ByValue | None, calibrators: Mapping[str, Calibrator | None]) -> None:
-    """Raise where a bin got no batch at all, and warn of quantizers that saw nothing in some.
+    """Raise if a bin got no batch at all, and warn of quantizers that saw nothing in some bins.
 
     Raises:
         CalibrationError: names the bin.
@@ -245,7 +245,7 @@ def check_bins(by_value: ByValue | None, calibrators: Mapping[str, Calibrator | 
     own = {name: one for name, one in calibrators.items() if isinstance(one, CalibratorByValue)}
     if not own:
         raise ConfigError(
-            f"there are no ranges by {by_value.name}: no activation that is calibrated has a fixed one; leave out by="
+            f"by= sets fixed ranges by {by_value.name}, but no calibrated activation has a fixed range; leave out by="
         )
     missing = {name: set(one.missing) for name, one in own.items() if one.observed}
     everywhere = set.intersection(*missing.values()) if missing else set[int]()
@@ -285,16 +285,16 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
 
     The model runs in float and in eval mode; nothing is changed if anything fails. With a pattern, layers that do not
     match run quantized where they have ranges, and in integers where `set_execution` says so. Later layers are
-    calibrated on what they get from earlier ones. A weight that its quantizer leaves as it is, as after
-    `fakequant.ptq.improve`, keeps its range, because no other range is nearer and each would change its codes. A weight
-    that is zero gets none: its scale follows it at each call, so that training can move it.
+    calibrated on what they get from earlier ones. A weight that quantizing does not change, as after
+    `fakequant.ptq.improve`, keeps its range: no other range fits better, and each would change the codes. A weight of
+    zeros gets no range: its scale is computed at each call, so that training can move the weight.
 
     Args:
         model: a prepared model.
         batches: what a data loader gives, or tensors, tuples of arguments, or dicts of keyword arguments. Without
             `inputs`, a tuple's items beyond the parameters of the model's `forward` are left out, such as labels; a
             tuple whose last item would be passed to an optional parameter is refused, because it may be labels. May be
-            empty if no input needs calibration; if given then, they are run until every layer with a weight was called.
+            empty if no input needs calibration; batches are then run only until every layer with a weight was called.
         method: "mse", "max", "percentile", "entropy" or "moving_average", for inputs.
         weight_method: the same, for weights; by default "max". For codes of fewer than 4 bits, and for scales in
             formats of their own, as those of GGUF, the default is "mse", which searches scales and offsets by the
@@ -312,15 +312,15 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         unseen: what becomes of layers that need data, and that no batch reached: "error"; "float" leaves them in float,
             which one `CalibrationWarning` says; "siblings" gives their inputs the merged ranges of the layers at the
             same place in other members of their `nn.ModuleList`, as for the experts of a mixture, with a warning too.
-            Inputs that are zero in every batch are named by a `CalibrationWarning`, too: they alone stay in float until
-            a calibration finds a range; with "float" their layers do, and "siblings" is as above.
-            Layers that need no data, and whose weight another module uses without calling them, stay in float: a
-            `CoverageWarning` names them. It names layers that are called, too, if a module reads their weight in the
-            first batch of any shape, dtype or flag.
+            Inputs that are zero in every batch are named by a `CalibrationWarning`, too. With "error" these inputs
+            alone stay in float until a calibration finds a range, with "float" their layers stay in float, and with
+            "siblings" they get the merged ranges. Layers that need no data, and whose weight another module uses
+            without calling them, stay in float: a `CoverageWarning` names them. It also names layers that are called if
+            another module reads their weight, in the first batch of each shape, dtype or flag.
         by: a value by which each call takes one of several ranges of its inputs, such as the timestep of a diffusion
             model: the name of an argument of `forward`, or a function that is called with the same arguments. The value
             is a number, or a tensor with a number for each row of the batch.
-        bins: how many ranges, by default 10; each is for equally many calls or rows of the batches, which are kept.
+        bins: how many ranges, by default 10, each for equally many calls or rows of the batches; all batches are kept.
         boundaries: where bins begin, in place of `bins`: [500] makes a bin below 500 and a bin from 500 on.
         group: the processes of torch.distributed that calibrate together, each with its own batches: what they see is
             merged, and all get the scales that one process would find for all batches. By default that of a model
@@ -439,8 +439,8 @@ def recalibrate(
 
     Percentile, entropy and mse collect the same counts, and max needs less: one pass over the batches by one of the
     three serves all four. The model keeps what its last `calibrate` collected, also in copies of it, but not in
-    checkpoints. That takes 64 KiB per input quantizer with one scale (16 bytes by max), and ends by
-    `quantizer.collected = None`.
+    checkpoints. The counts take 64 KiB per input quantizer with one scale (16 bytes by max);
+    `quantizer.collected = None` frees them.
 
     Args:
         model: a calibrated model; its weights keep their ranges.

@@ -123,7 +123,7 @@ class TensorConfig:
         return TensorConfig(spec, self.dynamic)
 
     def for_each(self) -> TensorConfig:
-        """The configuration for a stack [tensors, ...], each quantized alone; other axes are counted from the end."""
+        """The configuration for a stack [tensors, ...] of tensors quantized one by one, see `Granularity.for_each`."""
         return TensorConfig(self.spec.regrouped(lambda one: one.for_each()), self.dynamic)
 
     def to_text(self) -> str:
@@ -150,15 +150,15 @@ class Rule:
 
     Args:
         pattern: matches the layer's path in the model; `*` matches any characters (fnmatch).
-        preset: a preset or its name; the rule quantizes as it says of layers of all kinds: `Rule("head", "int8")`.
+        preset: a preset or its name, whose rule for all layers this rule takes over: `Rule("head", "int8")`.
         input: in place of a preset, how inputs are quantized; None leaves them in float.
         weight: in place of a preset, how the weight is quantized; None leaves it in float.
         layers: float layers by class name or as classes ("Linear", nn.Conv2d), kept as names; empty: every layer that
             can be quantized. A subclass that computes as its base is matched by the name of its base, too.
         ops: functions that a `forward` calls, by name ("add", "matmul", "sdpa", "cat", "softmax", "linear" ...). With
-            them the rule speaks of such calls alone, and the pattern is of the module whose `forward` calls them, or of
-            one call, as in "block.0._sites.add_1". `input` is for tensors that are computed, and for constants of other
-            functions than products, `weight` for products' parameters. `prepare` needs an example for them.
+            them the rule is for such calls alone, and its pattern is for the path of the module whose `forward` calls
+            them, or of one call, as "block.0._sites.add_1". `input` is for tensors that are computed, and for constants
+            of other functions than products, `weight` for products' parameters. `prepare` then needs an example.
         optional: whether the rule may match nothing.
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
         output: how results are quantized; None, as in all presets, leaves them as they are.
@@ -197,8 +197,8 @@ class Rule:
     def __new__(cls, *places: Any, **_: Any) -> Rule:
         if len(places) > 2:
             raise ConfigError(
-                f"Rule takes a pattern and a preset by place, got {places[2]!r:.60} too; the others have names: "
-                "Rule(pattern, input=..., weight=...)"
+                f"Rule takes two positional arguments, a pattern and a preset, got {places[2]!r:.60} too; name "
+                "the others: Rule(pattern, input=..., weight=...)"
             )
         return super().__new__(cls)
 
@@ -354,22 +354,22 @@ class Config:
 
     @property
     def layer_rules(self) -> tuple[Rule, ...]:
-        """The rules that speak of layers."""
+        """The rules for layers."""
         return tuple(rule for rule in self.rules if not rule.ops)
 
     @property
     def site_rules(self) -> tuple[Rule, ...]:
-        """The rules that speak of functions."""
+        """The rules for functions."""
         return tuple(rule for rule in self.rules if rule.ops)
 
     def resolve(self, model: nn.Module, *, any_module: bool = False) -> dict[str, Rule]:
         """The last rule that matches each layer that can be quantized, by the path of the layer.
 
-        A layer that is used under several names is matched by any of them, and listed by the first. No error comes of a
-        rule that leaves layers in float if all layers that it matches have no quantized form.
+        A layer that is used under several names is matched by any of them, and listed by the first. A rule that leaves
+        layers in float may match nothing but layers without a quantized form.
 
         Args:
-            any_module: whether no error comes of a rule that matches other modules only, for functions that they call.
+            any_module: whether a rule may match only other modules, because it is for functions that they call.
 
         Raises:
             ConfigError: a rule that must match something matches nothing; the nearest candidates are named.
@@ -426,7 +426,7 @@ class Config:
 
 @dataclass(frozen=True, repr=False)
 class ModelConfig(Config):
-    """A configuration whose first rules follow from the model, as those of GGUF's mixtures; `rules` are added.
+    """A configuration that makes its first rules for a model, as a GGUF mixture does; `rules` come after them.
 
     Args:
         make: returns the configuration of a float model.
@@ -460,7 +460,7 @@ def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _matched(rules: Iterable[Rule], names: dict[nn.Module, list[str]]) -> Iterator[tuple[Rule, list[nn.Module]]]:
-    """Each rule with the modules that it matches; a path takes one look-up, for configurations with many paths."""
+    """Each rule with the modules that it matches; a pattern without wildcards is looked up, which is fast for many."""
     named = {name: module for module, own in names.items() for name in own}
     for rule in rules:
         is_path = _WILDCARDS.isdisjoint(rule.pattern)

@@ -58,7 +58,7 @@ class Engine:
         aliases: other names, such as those of engines that load the same models.
         page: of the documentation, "" for none.
         known: what is known of its speed, as a sentence; "" for nothing.
-        others: the start of the names of more presets that it runs, None for no more.
+        others: a prefix: the engine also runs every preset whose name starts with it; None for no such presets.
 
     Raises:
         ConfigError: an attribute is of another kind.
@@ -172,10 +172,10 @@ holders: list[Callable[[str, nn.Module], None]] = []
 
 
 def register_engine(engine: Engine) -> Engine:
-    """Add an engine for `target=` and `fakequant.set_execution`; the engine that had its name is replaced.
+    """Add an engine for `target=` and `fakequant.set_execution`; it replaces an engine of the same name.
 
     Raises:
-        ConfigError: not an `Engine`, or a name that another engine has.
+        ConfigError: not an `Engine`, or its name or alias belongs to an engine of another name.
 
     >>> register_engine(known_engines()["vllm"]).aliases
     ('sglang',)
@@ -192,7 +192,7 @@ def register_engine(engine: Engine) -> Engine:
 
 
 def known_engines() -> dict[str, Engine]:
-    """All engines by name, other names included.
+    """All engines by name and by alias.
 
     >>> known_engines()["sglang"].name
     'vllm'

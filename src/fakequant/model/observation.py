@@ -161,7 +161,7 @@ class Unseen:
         return list(dict.fromkeys(map(layer_of, left))) if unseen == "float" else []
 
     def _merge(self, name: str, donors: list[str]) -> Range:
-        """The range of a quantizer from the merged calibrators of its siblings, which becomes its calibrator."""
+        """Merge the calibrators of siblings into a new calibrator of a quantizer, and return its range."""
         merged = self.job.make(name)
         check_mergeable(merged, 'unseen="siblings" joins what several layers saw')
         for calibrator in (self.inputs[donor].calibrator for donor in donors):
@@ -185,7 +185,7 @@ class Unseen:
         return "; ".join(reasons)
 
     def _rules(self, layers: list[str]) -> str:
-        """Rules, as code, that leave layers in float; one rule for a module with three or more layers, all of these."""
+        """Rules, as code, that leave layers in float; a module takes one rule if all its three or more layers do."""
         total, under = _counts(map(layer_of, quantizers(self.model))), _counts(layers)
         whole = {path for path, count in under.items() if count >= 3 and count == total[path]}
         parts = {name: (path for path in _around(name) if path in whole) for name in layers}
@@ -223,7 +223,7 @@ class Unseen:
 
 
 def leave_in_float(modules: list[nn.Module]) -> None:
-    """Remove the quantizers of layers, and turn off those without a range in sites, which need their quantizers."""
+    """Remove the quantizers of layers; in sites, which cannot lack a quantizer, turn off those without a range."""
     for module in modules:
         if isinstance(module, QuantizedLayer):
             module.execution = Execution.SIMULATE
@@ -475,7 +475,7 @@ class Observation:
         )
 
     def _deferred(self) -> list[Exception]:
-        """A list that gets the errors of calibrators from now on; the run goes on, as other processes wait for it."""
+        """Collect errors of calibrators in the returned list from now on; other processes wait for the run to go on."""
         failed: list[Exception] = []
 
         def defer(quantizer: Quantizer, observe: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -502,7 +502,7 @@ class Observation:
         self.read = {name: path for name, path in read.items() if path is not None} | self.read
 
     def _inner(self) -> nn.Module:
-        """The model without a wrapper whose call waits for all processes: their numbers of batches may differ."""
+        """The model inside DistributedDataParallel, whose calls would wait for processes that have fewer batches."""
         return cast("nn.Module", self.model.module) if is_data_parallel(self.model) else self.model
 
     def take(self, parts: list[ProcessPart]) -> None:
@@ -530,7 +530,7 @@ class Observation:
             quantizer.calibrator = merged
 
     def leave_out_unused(self) -> list[str]:
-        """Remove optional quantizers that their layers did not call from the job, and return their paths."""
+        """Remove from the job the optional quantizers that their layers did not call, and return their paths."""
         seen = {layer_of(name) for name, quantizer in self.inputs.items() if observed(quantizer)}
         unused = []
         for name, quantizer in self.inputs.items():

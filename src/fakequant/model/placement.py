@@ -1,7 +1,7 @@
 """Where quantizers go in a model, by the data flow of a recorded run.
 
-A target's table is applied to the data flow. Without a target, layers with a forward of their own that computes one
-product of their weight get quantizers at this product.
+A target's table is applied to the data flow. Without a target, a layer whose own `forward` computes a single product
+with its weight gets quantizers at this product.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class FixedRange(NamedTuple):
 
     Attributes:
         low: the smallest value.
-        high: the largest value, or, where it has no code, the end of the range.
-        has_high: whether the largest value has a code: 255 steps of 8 bits from 0 to 1, otherwise 256.
+        high: the largest value; without `has_high` the end of the range, which no code reaches.
+        has_high: whether `high` has a code: 8 bits then divide the range into 255 steps, otherwise into 256.
     """
 
     low: float
@@ -55,9 +55,9 @@ class Target:
         keeps: functions whose result has the scale of their input, so that they need no quantizer.
         shared: functions whose operands have one scale together.
         fixed: functions whose result has a range of its own, whatever the data.
-        outputs: functions whose result is quantized where no operand of another function quantizes it.
-        floats_before: normalisations. Sums that these and such sums alone read stay in float, and so do the results of
-            linear layers on three or more axes that such sums alone read.
+        outputs: functions whose result is quantized, unless a function that reads it quantizes it as an operand.
+        floats_before: normalisations. A sum stays in float if only these, or sums that stay in float, read it; so does
+            the result of a linear layer, on three or more axes, that only such sums read.
         fused: pairs of functions that are computed as one where nothing else uses what is in between.
         identity_only: whether a sum of a product's result and a residual branch is quantized on that branch alone,
             because the engine computes it together with the product.
@@ -226,7 +226,7 @@ class _Planner:
     """Applies the table of a target to the data flow of a run.
 
     Args:
-        configs: the rule for each call that could be a site; of several visits the call of the first.
+        configs: the rule for each call that could be a site, by the call of the first visit if there are several.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class _Planner:
         return Placement({call: held for call, held in self.held.items() if held}, self.layers, notes)
 
     def _streams(self) -> set[Any]:
-        """The sites of sums that normalisations, and such sums, alone read."""
+        """The sites of sums that are read by normalisations, or by other such sums, alone."""
         sites, others = set[Any](), set[Any]()
         for call in reversed(self.flow.calls):
             if call.function == "add" and self.target.floats_before:
@@ -393,7 +393,7 @@ class _Planner:
                     del self.held[first][name]
 
     def _share(self) -> None:
-        """Give all operands of a function such as `cat` one quantizer, the same for functions that join its result."""
+        """Give all operands of a function such as `cat` one quantizer, shared with functions that join its result."""
         groups: dict[int, str] = {}  # of the results
         members: dict[str, list[tuple[FunctionCall, str]]] = {}
         for call in sorted(self.configs, key=lambda call: call.number):

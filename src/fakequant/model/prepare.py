@@ -83,11 +83,11 @@ def prepare(
             products stay in float (if the configuration quantizes inputs), as a share of all multiply-accumulates.
         inputs: which part of the example the model gets, as for `calibrate`.
         target: the engine that will run the model, by its name in `fakequant.known_engines()`, or a `fakequant.Engine`.
-            Where it computes otherwise than the configuration says, the model does, too, and a warning says so.
-            "onnxruntime", "tensorrt", "openvino", "qnn" and "xnnpack" need an example: they decide which functions in
-            the model's own `forward` and which layers get quantizers. A `fakequant.Target` decides this alone. With
-            None, layers get quantizers, the functions that rules name, and with an example the product of a layer
-            whose class has a `forward` of its own.
+            Where the engine computes otherwise than the configuration says, so does the prepared model, and a warning
+            says so. "onnxruntime", "tensorrt", "openvino", "qnn" and "xnnpack" need an example: they decide which
+            functions in the model's own `forward` and which layers get quantizers. A `fakequant.Target` decides nothing
+            but this. With None, layers get quantizers, the functions that rules name, and with an example the product
+            of a layer whose class has a `forward` of its own.
         skip: patterns of layers that stay in float, as ["head"] or ["*.norm"], and of calls of functions by the names
             in `summary`, as ["block._sites.add_0"].
         rules: other presets for some layers, by pattern, as {"body.*": "int4"}; they override `skip`.
@@ -217,7 +217,7 @@ def _foreign_codes(module: nn.Module) -> str | None:
 
 
 def with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Config | str]) -> Config:
-    """A configuration with rules for `skip`, what stays in float, and `rules`, what other presets quantize.
+    """A configuration with added rules: layers of `skip` stay in float, layers of `rules` get other presets.
 
     Raises:
         ConfigError: `skip` or `rules` is of another type, or a preset is unknown.

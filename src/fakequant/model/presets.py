@@ -266,8 +266,8 @@ Add it by `with_rule`, and give `prepare` an example. Models of transformers com
 def presets() -> dict[str, Config]:
     """All presets that suit any model, by name.
 
-    `GGUF_Q4_K_M` and others are the mixtures of `fakequant.delivery.mixture`. With `_A8` behind their name, all presets
-    of GGUF also have llama.cpp's inputs of products.
+    `GGUF_Q4_K_M` and others are the mixtures of `fakequant.delivery.mixture`. With `_A8` behind its name, a GGUF preset
+    also quantizes the inputs of products as llama.cpp does.
 
     >>> sorted(presets())[:3]
     ['BITNET', 'FP8', 'FP8_BLOCK']

@@ -297,7 +297,7 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
     """Give a model the quantizers of a plan, in place.
 
     Raises:
-        ConfigError: the model lacks an owner, or its owner cannot have sites.
+        ConfigError: a module of the plan is missing, lacks the planned calls, or cannot have sites.
     """
     modules = dict(model.named_modules())
     shared: dict[str, Quantizer] = {}
@@ -423,7 +423,7 @@ def with_training(
 def _keys(plan: SitePlan, owner: str, recording: Recording, trained: Recording) -> tuple[str, ...] | None:
     """The keys of an owner's calls in training mode; as in eval mode where training mode does not call the owner.
 
-    None where it is called with different sequences, with a warning.
+    None, with a warning, if its calls have different sequences of functions.
     """
     usual = site_keys(plan.steps[owner])
     counted = set(plan.steps[owner])

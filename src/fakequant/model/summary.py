@@ -202,7 +202,7 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
 
     Args:
         model: a prepared (or float) model; quantizers need not be calibrated.
-        inputs: which part of the example these are, as for `calibrate`; None for all of it.
+        inputs: which part of the example the model gets, as for `calibrate`; None for all of it.
 
     Raises:
         ConfigError: the model fails on the example.
@@ -256,7 +256,7 @@ def unquantized(
 ) -> list[Operation]:
     """The operations that see at least one unquantized float input: what `prepare` left in float.
 
-    The model runs once with the example. Modules of torch.jit, into which no run can look, are told in a warning.
+    The model runs once with the example. A warning names modules of torch.jit, into which no run can look.
 
     Args:
         model: a prepared model.
@@ -306,7 +306,7 @@ def note_floats(model: nn.Module) -> None:
 
 
 def warn_of_new_layers(model: nn.Module) -> None:
-    """Warn in one line of layers in float that came into a model after it was prepared; those of adapters are meant."""
+    """Warn in one line of float layers that were added to a model after `prepare`, except those of adapters."""
     skip = [*adapter_layers(model), "*.modules_to_save.*"]
     new = {
         join(path, name): module
@@ -494,12 +494,12 @@ class Summary:
 
 @accepts_wrapped_model
 def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = None) -> Summary:
-    """The quantized layers of a model, how, and if they are calibrated; with an example also the operations in float.
+    """The quantized layers of a model, how, whether calibrated; with an example also the operations in float.
 
     Args:
         model: a prepared model.
-        example: an input, a tuple or a dict of inputs; with it the model runs, and the operations that were left
-            unquantized are listed, and layers that it does not call are told; their weights count as float.
+        example: an input, a tuple or a dict of inputs; with it the model runs, and the table lists operations that were
+            left unquantized and layers that were not called, whose weights count as float.
         inputs: which part of the example the model gets, as for `calibrate`; for a batch of a data loader.
 
     >>> print(summary(prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)))

@@ -63,7 +63,7 @@ def disabled(model: nn.Module) -> Any:
 
 @contextmanager
 def off(found: Collection[Quantizer]) -> Iterator[None]:
-    """A context in which quantizers are off, for functions that enter it often: they list them once."""
+    """A context in which the listed quantizers are off: `disabled` for callers that enter it often, and list once."""
     with restore_after(attributes_of(found, *_KEPT)):
         for quantizer in found:
             quantizer.mode = Mode.OFF
@@ -109,9 +109,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """A context in which products of float32 are IEEE's, whatever the user allowed: TF32 has 10 bits.
+    """A context in which products of float32 are IEEE's, whatever the user allowed: TF32 has a significand of 11 bits.
 
-    Checks that a function stays the same, and the sums and solutions of `improve`, need all 24.
+    Checks that a function stays the same, and the sums and solutions of `improve`, need all 24 bits.
     """
     of_torch: Any = torch.backends
     kinds = (of_torch.cuda.matmul, of_torch.cudnn.conv, of_torch.cudnn.rnn)
@@ -184,11 +184,11 @@ def quantized_weights(model: nn.Module) -> dict[str, Product]:
 def fresh_weight(weight: Product, name: str) -> Tensor:
     """The weight that the layer's next call uses.
 
-    `weight_norm`, `spectral_norm` and `prune` of torch.nn.utils compute it by a hook when the layer is called. What the
-    layer holds before that is the weight of its last call, or after `load_state_dict` that of no call.
+    `weight_norm`, `spectral_norm` and `prune` of torch.nn.utils compute it by a hook when the layer is called. Before
+    the call the layer holds the weight of its last call, or after `load_state_dict` an outdated weight.
 
     Raises:
-        CalibrationError: something else computes it in the layer's call.
+        CalibrationError: code other than these hooks computes the weight in the layer's call.
     """
     hooks = _weight_hooks(weight)
     if weight.computed_by_hook and not hooks:
@@ -270,8 +270,8 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
     """Warn of learned scales at zero, and in one line of weights that no longer have the range of their scales.
 
     A layer is named where the largest magnitude of one of its groups is now smaller or larger by more than 10 %, or the
-    groups are others. Weights sharded over processes are not looked at, because that takes all processes, nor are those
-    that have no values here.
+    groups are others. Weights sharded over processes are not checked, because that takes all processes; nor are weights
+    without values in this process.
 
     Returns:
         The paths of the quantizers of these weights, which `mark_ranges_current` takes when the model is loaded.
@@ -304,11 +304,11 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
 def give_range(weight: Product, range: Range, method: str | None = None) -> None:
     """Set the range of a weight's quantizer. A weight of zeros gets no range: its scale follows the weight.
 
-    By a fixed scale training cannot move what is zero. Channels and groups of zeros have the range of the others, see
+    With a fixed scale training could not move zeros. Channels and groups of zeros get the range of others, see
     `fill_empty_groups`: the row of a table for padding, pruned channels, a part that starts at zero.
 
     Args:
-        method: by which the range was found, see `is_searched`.
+        method: the method that computed the range, see `is_searched`.
     """
     quantizer = weight.quantizer
     if quantizer.learned is None and range.amax.numel() and not bool(range.amax.any()):
@@ -370,8 +370,8 @@ _SPAN = 2.0**-40
 def raise_scales(model: nn.Module) -> list[str]:
     """Raise weight scales under which an engine's int32 bias overflows, bias / (input scale * weight scale).
 
-    Such a channel is nearly zero beside its bias, as one with a vanishing batch normalisation: what changes is below
-    the precision of float32 in the sum with the bias. A scale that follows its weight is fixed by that.
+    The products of such a channel are tiny beside its bias, as after a vanishing batch normalisation: their change is
+    below the precision of float32 in the sum with the bias. A scale computed at each call becomes fixed.
 
     Returns:
         The paths of the quantizers that got other scales.
@@ -512,7 +512,7 @@ def group_ranges(model: nn.Module) -> None:
 def tie_scales(model: nn.Module, names: Container[str]) -> None:
     """Give weights that engines merge one per-tensor scale above their block scales, as NVFP4 has.
 
-    It follows from the largest magnitude of all these weights. Weights with fixed codes stay.
+    This scale follows from the largest magnitude of all these weights. Weights with fixed codes stay.
 
     Args:
         names: the paths of the quantizers that get scales.
@@ -628,7 +628,7 @@ def exceeds_float(spec: QuantSpec, shape: tuple[int, ...], bits: int = 32) -> bo
 
 
 def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool) -> list[str]:
-    """Lines on a prepared model whose weights take many more bits than one expects, where inputs are in float.
+    """Lines on a prepared model with inputs in float whose weights take many more bits than expected.
 
     Args:
         too_small: layers whose weights stay in float because of their scales.

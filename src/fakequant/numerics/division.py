@@ -45,8 +45,8 @@ def is_watched() -> bool:
 def is_approximate(x: Tensor) -> bool:
     """Whether a compiler would divide numbers like x approximately.
 
-    Not for exporters, which are shown the plain division. Nor for function transforms: within a compiled graph they
-    differentiate what an autograd function does in place of it, which gives other bits.
+    False for exporters, which see the plain division, and under function transforms: in a compiled graph these
+    differentiate the operations inside an autograd function, which gives other bits than its backward.
     """
     return (
         torch.compiler.is_compiling()
@@ -75,7 +75,7 @@ def reciprocal(x: Tensor) -> Tensor:
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a * b, of the same dtype, rounded before anything is added to it; without gradient under such compilers."""
+    """a * b, of the same dtype, rounded before anything is added to it; without gradient if a compiler approximates."""
     return _of_nodes(multiply_as_node, a, b) if a.dtype == torch.float32 and is_approximate(a) else a * b
 
 
@@ -151,7 +151,7 @@ _taught: list[str] = []
 def _teach_inductor() -> None:
     """Tell Inductor how to write the nodes; a compiler runs this while it reads a call.
 
-    Not at import: that of Inductor takes a second.
+    Not when this module is imported, because the import of Inductor takes a second.
     """
     if _taught:
         return

@@ -439,7 +439,7 @@ def block_axes(shape: Shape, blocks: Shape) -> tuple[int, ...]:
 
 
 def over_blocks(values: Tensor, blocks: Shape, reduce: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
-    """Reduce every block, and repeat the result at each of its values.
+    """Reduce every block, and repeat the result at each element of the block.
 
     `reduce` takes `blocked(values)` and the axes of a block, and keeps these with size 1.
 

@@ -56,8 +56,8 @@ class FixedPoint:
 
     Attributes:
         constant: added to the sum first.
-        down: multiplies the result, which is then rounded down; a power of two.
-        factor: multiplies the rounded result, to which half is added, and which is rounded down again.
+        down: a power of two that multiplies this sum; the product is rounded down.
+        factor: multiplies this whole number; half is added to the product, and the sum is rounded down.
     """
 
     constant: Tensor

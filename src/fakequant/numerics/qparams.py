@@ -139,7 +139,7 @@ def measure(x: Tensor, granularity: Granularity, *, with_zero: bool = True) -> R
     Args:
         x: any shape that the granularity accepts.
         granularity: of the groups.
-        with_zero: whether ranges are extended; else 0 is in those of groups that are padded or have no finite value.
+        with_zero: whether ranges are extended to 0; if not, only padding and groups without finite values count as 0.
 
     >>> measure(torch.tensor([[-1.0, 2.0], [3.0, float("inf")]]), PerChannel(0)).hi
     tensor([[2.],
@@ -201,11 +201,11 @@ def choose_qparams(
 ) -> QParams:
     """The scale and zero point that map a range onto the codes of a format.
 
-    Symmetric: amax is mapped to the format's bound. Asymmetric: lo and hi to quant_min and quant_max, 0.0 to a code.
-    A range too small for a normal scale gets the smallest normal one (2**-126 in float32), so that no scale is zero and
+    Symmetric: amax is mapped to the format's bound. Asymmetric: lo and hi to quant_min and quant_max, 0.0 to a code. A
+    range too small for a normal scale gets the smallest normal one (2**-126 in float32), so that no scale is zero and
     no reciprocal infinite: all-zero groups stay zero. A range at the end of the dtype's gets the largest scale with
-    which every code stays finite. Under an offset lo is mapped to 0 by it, and what the rounded offset leaves up to hi
-    to quant_max.
+    which every code stays finite. Under `QuantSpec.offset`, the rounded offset maps lo to 0, and the scale maps hi +
+    offset to quant_max.
 
     Args:
         range: lo and hi of every group [groups, axes kept], in units of x.
@@ -440,9 +440,8 @@ def check_values(
 ) -> None:
     """Raise if a parameter is not within bounds in every group, where its values are `is_readable_without_sync`.
 
-    Most parameters are one number. To read it costs a tenth of what comparing and reducing it as a tensor would. After
-    a tensor that has pushed all else out of the caches, the difference is the time in which a million elements are
-    copied.
+    Most parameters are one number. Reading it takes a tenth of the time of comparing and reducing it as a tensor. With
+    cold caches, the difference is the time in which a million elements are copied.
 
     Args:
         positive: whether 0.0 is refused. Where the processor flushes subnormal numbers, a subnormal parameter and a

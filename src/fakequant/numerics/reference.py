@@ -226,7 +226,7 @@ def divided(
         spec: of the tensors.
         tensors: of one shape; their parts are views.
         params: scales and others of the tensors, [groups, axes kept]; a part gets those of its groups.
-        with_shared: whether a group may lie in several parts.
+        with_shared: whether tensors are divided even if a group then lies in several parts.
     """
     x, granularity = tensors[0], spec.granularity
     axis = next((axis for axis, size in enumerate(x.shape) if size > 1), None)
@@ -366,7 +366,7 @@ def _ends(scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Range:
 
 
 def _end_codes(scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The codes of the lowest and the highest value: a negative scale turns them round."""
+    """The codes of the lowest and the highest value; a negative scale swaps the two codes."""
     lowest, highest = (torch.full_like(scale, code) for code in (spec.format.quant_min, spec.format.quant_max))
     if not spec.scale.is_exact:
         return lowest, highest

@@ -69,8 +69,8 @@ _OF_POWERS = (ScaleRounding.FLOOR, ScaleRounding.CEIL, ScaleRounding.EVEN, Scale
 class ScaleSpec:
     """How scales are stored.
 
-    Scales in float formats without a shared scale, and under a shared scale with a format, are numbers of these formats
-    exactly. Such a scale is 0 if all values of its group are 0. Signed scales may be negative.
+    A scale in a float format without a shared scale is exactly a number of it, and under a shared scale with a format,
+    a product of two such numbers; both are 0 if all values of the group are 0. Signed scales may be negative.
 
     Args:
         format: None for float32; a float format, an integer format, or `float8_e8m0fnu`.
@@ -123,7 +123,7 @@ class ScaleSpec:
             raise SpecError(f"four_over_six needs one shared scale for both choices: leave /{self.shared} out")
         if rounding is ScaleRounding.SEARCHED and (granularity is None or self.shared is not None):
             raise SpecError(
-                f"searched {self.word}s are under one in float32: give its granularity, such as "
+                f"searched {self.word}s need a shared one in float32: give the granularity of that one, such as "
                 f"'{self.word}=float8_e4m3fn:searched@per_tensor'"
             )
         if fmt is not None and fmt.has_zero_point and granularity is None:
@@ -133,7 +133,7 @@ class ScaleSpec:
             )
         if self.shared is not None and (granularity is None or not isinstance(self.shared, FloatFormat)):
             raise SpecError(
-                f"{self.shared} for the scale of {self.word}s in {named}: expected a float format behind a "
+                f"{self.shared} for the shared scale of {self.word}s in {named}: expected a float format after a "
                 f"granularity, such as '{self.word}=uint6@per_block(-1:8)/float16'"
             )
 
@@ -239,7 +239,7 @@ class ScaleSpec:
 
     @property
     def _room(self) -> float:
-        """The largest number of the format over its largest power of two, of which 6 / 4 is a number, too."""
+        """The format's largest number divided by its largest power of two; 6 / 4 of this power is a number, too."""
         assert self.format is not None, "float32 scales need none"
         return self.format.quant_max / 2.0 ** (math.frexp(self.format.quant_max)[1] - 1)
 
@@ -297,7 +297,7 @@ class ScaleSpec:
         # 0 becomes the smallest positive one: a block that is small compared with its tensor loses precision, not all.
         if extent.numel() and whole > torch.finfo(extent.dtype).max:
             raise SpecError(
-                f"scales in {self.format} under codes up to {bound:g} reach beyond {extent.dtype}; choose a smaller one"
+                f"scales in {self.format} under codes up to {bound:g} reach beyond {extent.dtype}; use a smaller format"
             )
         code = rounded(divide(extent, bound * shared), self.format)
         code = torch.where(code > 0, code, self.format.smallest)
@@ -310,7 +310,7 @@ class ScaleSpec:
 
     @property
     def _patterns(self) -> torch.dtype:
-        """The integers of as many bits as the numbers of the format, in whose order positive numbers are."""
+        """The integer dtype for the bit patterns of the format: positive numbers are in the order of their patterns."""
         assert self.format is not None, "float32 scales are not searched"
         return torch.int16 if self.format.bits > 8 else torch.uint8
 
@@ -420,7 +420,7 @@ def _default_rounding(fmt: Format | None) -> ScaleRounding:
 def _stored(v: Tensor, fmt: Format, limit: float | Tensor, keeps_small: bool) -> Tensor:
     """The nearest number of a format up to a limit; with `keeps_small`, only 0 becomes 0.
 
-    No subnormal number of float32, which bfloat16 has, because processors may flush them.
+    The result is never subnormal in float32, as numbers of bfloat16 can be, because processors may flush these.
     """
     most = fmt.neighbours(torch.as_tensor(limit, dtype=v.dtype, device=v.device)).near
     code = rounded(v, fmt)

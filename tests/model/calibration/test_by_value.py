@@ -355,7 +355,7 @@ def test_functions_and_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a file cannot store"):
         fq.save(model, tmp_path)
     weights = fq.prepare(Denoiser(), "INT8_WEIGHT_ONLY")
-    with pytest.raises(ConfigError, match="no activation that is calibrated has a fixed one"):
+    with pytest.raises(ConfigError, match="no calibrated activation has a fixed range"):
         fq.calibrate(weights, batches(), by="timestep")
     quantizer = calibrated().first._weight_quantizer
     with pytest.raises(ConfigError, match="only fixed ranges of activations"):

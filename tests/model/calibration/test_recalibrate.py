@@ -57,7 +57,7 @@ def test_what_was_not_collected_is_refused_and_nothing_changed():
 def test_an_average_and_a_range_seen_are_not_taken_for_each_other(first, then):
     model, batches = prepared()
     used = fq.calibrate(model, batches, first, progress=False)
-    with pytest.raises(fq.FakeQuantError, match=r"0\._input_quantizer.*cannot go on from"):
+    with pytest.raises(fq.FakeQuantError, match=r"0\._input_quantizer.*cannot use what"):
         fq.recalibrate(model, used, then)
 
 

@@ -75,7 +75,7 @@ def shown_place(place: Place) -> str:
 class Power:
     """The power of a signal and of its error, summed over batches.
 
-    Values that are infinite or NaN in the signal, as those of masked tokens may be, count only where they change.
+    Where the signal is infinite or NaN, as for masked tokens, an element counts only if it changes.
     """
 
     signal: float = 0.0
@@ -269,7 +269,7 @@ class OutputDistance:
         return any(y.numel() for y in self.wanted)
 
     def check(self, *, has_metric: bool = False) -> None:
-        """Raise if the float model gives NaN, or no floats where nothing else is measured.
+        """Raise if the float model returns NaN, or if it returns no floats and there is no metric.
 
         Raises:
             CalibrationError: an output holds NaN (numbers the batch).

@@ -46,7 +46,7 @@ class Value:
     """One state of a tensor: a function that writes to a tensor makes a new value.
 
     Attributes:
-        number: by which calls name it.
+        number: the number by which calls refer to it.
         constant: whether it is a parameter, or computed from parameters alone.
         shape: of the tensor.
         is_float: whether it holds floats or complex numbers.
@@ -511,7 +511,7 @@ def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) 
 
 
 class _NoModules(ModuleTracker):
-    """Counts under no module: hooks of all modules would stay after an interrupt that comes as the counter ends."""
+    """A tracker that sets no hooks: after an interrupt as the counter ends, torch's would stay on all modules."""
 
     def __enter__(self) -> _NoModules:
         return self
@@ -595,7 +595,7 @@ def find_neighbors(
 
     Args:
         makers: the modules whose outputs are followed.
-        layers: those that may read them.
+        layers: the modules that count as readers.
         through: functions that outputs are followed through; by default those that keep scales.
 
     >>> from fakequant.model.run.outputs import record

@@ -87,7 +87,7 @@ class Tensors:
         return frozenset(number for one, number in self._held.values() if one() is not None)
 
     def sharing(self, written: Tensor) -> list[tuple[Tensor, float]]:
-        """The other tensors that overlap `written` in memory, each with the share of its elements that do."""
+        """The other tensors that overlap `written` in memory, each with the share of its elements that overlap."""
         memory = memory_of(written)
         held = [] if memory is None else [one() for one in self._by_memory.get(memory, {}).values()]
         others = [x for x in held if x is not None and x is not written]
@@ -323,7 +323,7 @@ class Recorder(TorchFunctionMode):
         self.paused = self.paused or self.is_here()
 
     def _resume(self, args: tuple[Tensor, ...], result: Any) -> None:
-        """Note the call of a quantizer as one call; a quantizer that observes returns its input, and makes no value."""
+        """Note the call of a quantizer; one that only observes returns its input, which is no new value."""
         if self.is_here():
             self.paused = False
             made = [] if result is args[0] or not isinstance(result, Tensor) else [result]

@@ -1,4 +1,4 @@
-"""Tracing a model with torch.export, and its parts that torch.export wraps in operators of their own."""
+"""Trace a model with torch.export, and inline the parts that torch.export wraps in operators of their own."""
 
 from __future__ import annotations
 

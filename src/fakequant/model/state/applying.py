@@ -136,12 +136,12 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
                     if not torch.equal(again.to_local(), cast("Any", codes).to_local()):  # the part of this process
                         raise CheckpointError(
                             f"quantizing the weight of {path} gives other codes than the checkpoint holds, and layers "
-                            "that parallelize_module shared out quantize their weights; leave the layer out of its plan"
+                            "that parallelize_module splits quantize weights anew; leave them out of parallelize_plan"
                         )
                 elif not weight.has_fixed_codes:
                     raise CheckpointError(
-                        f"the checkpoint is damaged: the codes that {path} holds have other values than the weight in "
-                        "it"
+                        f"the checkpoint is damaged: the codes of the quantizer {path} give other values than the "
+                        "stored weight"
                     )
             _note(model, state)
         return model
@@ -253,8 +253,8 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
         if not own:
             shown = ", ".join(f"{path} is {entry.tensor}" for path, entry in held.items())
             raise CheckpointError(
-                f"the checkpoint has codes of {name} as {weight.spec} with fixed scales, but no quantizer of it is "
-                f"that: {shown or 'no layer and no function of its plan reads it'}"
+                f"the checkpoint has codes of {name} as {weight.spec} with fixed scales, but no quantizer of this "
+                f"weight has these: {shown or 'no layer and no function of the plan reads it'}"
             )
         if not weight.codes.is_meta:  # else they are checked when they are made
             _check_codes(name, weight)

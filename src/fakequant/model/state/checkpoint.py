@@ -143,7 +143,7 @@ def remove_unnamed(folder: Path, known: Iterable[str] = ()) -> None:
     """Remove the tensor files that the manifest of a checkpoint does not name, as of models that were there before.
 
     Args:
-        known: names that an earlier manifest had; another file is removed if its name has the digest of its content.
+        known: names in an earlier manifest; any other file is removed if its name has the digest of its content.
     """
     named, known = named_files(folder), {*known}
     for path in list(folder.iterdir()):
@@ -254,7 +254,7 @@ def _rules(spec: QuantSpec) -> dict[str, ScaleSpec]:
 
 
 def _bytes_of(rule: ScaleSpec, values: Tensor) -> Tensor:
-    """Scales as bytes: codes in their storage dtype, or with scales of scales packed to bits, and then these scales."""
+    """Scales as bytes: codes in their storage dtype; with shared scales, codes packed to bits and then these."""
     codes, shared = rule.split(values.cpu())
     if rule.format is None or shared is None:
         return codes.contiguous().view(torch.uint8)
@@ -442,7 +442,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
         other = None if format == FORMAT else codec(format)
         if other is not None and packed:
             raise CheckpointError(
-                f'packed=True is of the format "{FORMAT}"; {format!r} says itself how it stores weights'
+                f'packed=True is for the format "{FORMAT}" alone, got format={format!r}; leave packed out'
             )
         refuse_unprepared(model, CheckpointError, ", or save a float model with torch.save")
         if devices := {one.device.name for one in quantizers(model).values() if one.device is not None}:
@@ -498,9 +498,9 @@ def _write(folder: Path, state: QuantizedState, encoded: Encoded, processes: Ran
 def load(model: Model, directory: str | os.PathLike[str], *, format: str = FORMAT) -> Model:
     """Restore a saved model into a fresh float model of the same architecture, in place; the model is returned.
 
-    A model on the meta device gets memory tensor by tensor, and needs no second copy; see `apply` for others. Of one
-    that `fully_shard` or `parallelize_module` shares out each process reads its own part of the weights, and the first
-    one alone reads the whole file, to compare its SHA-256.
+    A model on the meta device gets memory tensor by tensor, and needs no second copy; see `apply` for others. If
+    `fully_shard` or `parallelize_module` splits the model, each process reads its part of the weights, and the first
+    process alone reads the whole file, to compare its SHA-256.
 
     Args:
         model: in float.

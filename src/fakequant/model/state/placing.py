@@ -50,7 +50,7 @@ _READS = frozenset([Tensor.copy_, Tensor.clone, torch.clone, torch.empty_like])
 class Placed(Tensor):
     """A lazy tensor on the device of its place in a model: its values are read when they are copied, and not kept.
 
-    Every other operation, as a module's hook may call, works on a copy, which is kept, because it may be written into.
+    Any other operation, such as one in a module's hook, works on a copy, which is kept for writes into it.
 
     Args:
         source: shape, dtype, and how the whole tensor is read.
@@ -136,7 +136,7 @@ class Places:
         """Raise where layers are split over processes in a way in which they cannot be quantized.
 
         Raises:
-            CheckpointError: the split cuts through blocks, or the layer transforms its input, which takes the whole.
+            CheckpointError: the split cuts through blocks, or a layer transforms its input, and needs all of it.
         """
         for path, _, entry in plan.quantizers():
             name = self._weights.get(path, "")
@@ -150,8 +150,8 @@ class Places:
                 self._parallel.get(self._weights.get(join(path, one), "")) is not None for one in layer.quantizers
             ):
                 raise CheckpointError(
-                    f"the checkpoint's layer {path} transforms its input, for which it needs the whole of it, and "
-                    "parallelize_module shared it out; leave the layer out of its plan"
+                    f"the checkpoint's layer {path} transforms its input, which takes the whole input, but "
+                    "parallelize_module split the layer; leave the layer out of parallelize_plan"
                 )
 
     def placed(self, name: str, source: LazyTensor) -> Placed:
@@ -218,7 +218,7 @@ def check_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_attributes(model: nn.Module) -> None:
-    """Raise where modules hold tensors on the meta device that no load set, beside their parameters and buffers.
+    """Raise if attributes of modules, other than parameters and buffers, hold tensors on the meta device.
 
     Raises:
         CheckpointError: names the attributes.

@@ -235,7 +235,7 @@ class LayerEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteQuantizerEntry(QuantizerEntry):
-    """One quantizer of a site: its kind, its first path if several operands share it, and whether it is pinned."""
+    """One quantizer of a site: its kind, its first path if operands share it, whether an engine fixes its range."""
 
     kind: Kind
     group: str | None = field(default=None, metadata=ALWAYS)
@@ -286,7 +286,7 @@ class Plan:
         return {one.name: getattr(self, one.name) for one in fields(Plan)}
 
     def quantizers(self) -> Iterator[tuple[str, str, QuantizerEntry]]:
-        """The quantizers of layers and functions: for each its path in the model, its place here, and its entry."""
+        """The quantizers of layers and functions: for each its path, its place in the plan, and its entry."""
         for path, layer in self.layers.items():
             for name, held in layer.quantizers.items():
                 yield (f"{path}.{name}" if path else name), f"layers.{path}.quantizers.{name}", held

@@ -167,7 +167,7 @@ class QuantizedState(Plan):
             source: names the file in messages.
 
         Raises:
-            CheckpointError: a value of the plan that is not what is expected there.
+            CheckpointError: a value of the plan of an unexpected type or range.
 
         >>> layer = {"type": "Linear", "quantizers": {"_weight_quantizer": {"tensor": "int8 per_channel(0)"}}}
         >>> state = QuantizedState.from_plan({"layers": {"0": layer}}, {"0.weight": torch.eye(2)})
@@ -188,7 +188,7 @@ class QuantizedState(Plan):
 def snapshot(model: nn.Module) -> QuantizedState:
     """A prepared model as data: its plan, its tensors, and its weights as codes, none of which are copies.
 
-    Codes are made when they are asked for, of weights that hooks of Accelerate keep elsewhere too, so that a model
+    Codes are made when they are asked for, also for weights that hooks of Accelerate keep elsewhere, so that a model
     larger than memory can be written weight by weight. A tensor that is sharded over processes is gathered when it is
     asked for: all processes must ask for the same tensors, in the same order.
 
@@ -453,8 +453,8 @@ def register_codec(
 ) -> None:
     """Add a format to `save(model, folder, format=name)` and `load`; a format of the same name is replaced.
 
-    The content of a file is bytes; of one whose name ends in ".safetensors" it is its tensors by name. It may also be
-    the path of a file to copy, or an iterable of bytes.
+    The content of a file is bytes, or a mapping of tensors if the file's name ends in ".safetensors"; also the path of
+    a file to copy, or an iterable of bytes.
 
     Args:
         name: of the format.
@@ -524,7 +524,7 @@ def write_folder(
     dies leaves all old files, all new ones, or a folder that lacks the last one.
 
     Args:
-        files: by name; that of a copied file may have a folder.
+        files: by name; the name of a copied file may contain a folder.
         check: is called before anything is written, and again when the folder is locked.
         progress: whether to show a progress bar of the tensors, see `track`.
 
@@ -537,8 +537,8 @@ def write_folder(
         is_inside = Path(name).name == name or (is_copy and not {"", "..", "."} & {*name.split("/")})
         if not is_inside or (is_tensors is not name.endswith(_TENSORS) and not is_copy):
             raise CheckpointError(
-                f"the codec gives a file {name!r:.80} with a {type(content).__name__}; names have no folder, and what "
-                f"ends in {_TENSORS} has a mapping of tensors, all others bytes"
+                f"the codec gives a file {name!r:.80} with a {type(content).__name__}; give a name without a folder, a "
+                f"mapping of tensors for a name that ends in {_TENSORS}, and bytes for any other"
             )
     refuse_links(folder, files)
     check()

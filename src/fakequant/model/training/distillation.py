@@ -35,9 +35,9 @@ _MASK = "attention_mask"
 class Distillation:
     """A loss by the distance of a model's outputs from a teacher's, and its weight beside the user's loss.
 
-    The loss is (1 - weight) times the user's loss plus weight times the distance from the teacher. That is the
+    The loss is (1 - weight) times the user's loss plus weight times the distance from the teacher. The distance is the
     Kullback-Leibler divergence of the softmax of the logits, or with `features` the mean squared error of the outputs
-    of these modules, summed over them.
+    of these modules, summed over the modules.
 
     Args:
         teacher: a module that takes the same batches; "self" is the trained model with its quantizers off. That takes
@@ -47,13 +47,13 @@ class Distillation:
             their size (Hinton et al., arXiv 1503.02531).
         features: names of modules that the model and the teacher both have.
         logits: finds the logits in what a model returns; by default the only tensor, or `outputs.logits`.
-        axis: of the classes in the logits. By default it is the one that integer labels lack: axis 1 of maps
-            [N, classes, H, W] with labels [N, H, W], as for `cross_entropy`, the last one of tokens. Without such
-            labels it is the last one of up to three.
-        mask: which tokens count, as for `calibrate`. Integer labels that are no class, such as -100 or 255, do not
-            count either. By default these are left out, and where there are none those of "attention_mask" in a batch.
-            An output with other leading axes than the mask counts as a whole. Where the loss of a causal model compares
-            an output with the next label, that label counts here too.
+        axis: of the classes in the logits. By default it is the axis that integer labels lack: axis 1 for maps
+            [N, classes, H, W] with labels [N, H, W], as for `cross_entropy`, the last axis for tokens. Without such
+            labels it is the last of up to three axes.
+        mask: which tokens count, as for `calibrate`. Tokens whose integer label is no class, such as -100 or 255, never
+            count. By default these alone are left out, and in a batch without such labels the tokens that
+            "attention_mask" masks. An output with other leading axes than the mask counts as a whole. Where the loss of
+            a causal model compares an output with the next label, that label counts here too.
         keep: whether the teacher's outputs for a batch are kept in memory, for when the same batch comes again. A batch
             is recognised by a digest of the teacher's inputs, so that a loader that shuffles or changes its samples
             finds nothing: give a list of batches. A change of the teacher's weights through `.data` is not noticed. A

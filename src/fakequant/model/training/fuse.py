@@ -70,10 +70,10 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
     """Fold every batch normalisation that directly follows a convolution or linear layer into that layer, in place.
 
     The output stays the same up to rounding. A `FusedBatchNorm`, which returns its input, takes the place of the
-    normalisation. Which one follows which layer is read from a run with the example, without one by
-    `torch.fx.symbolic_trace`. A `FusionWarning` says which normalisations stay, and why.
-    `find_fusions` says beforehand what will be fused. A second call finds nothing to do. A subclass of a layer with a
-    forward of its own is taken if the run with the example shows that it ends in one product of its weight.
+    normalisation. Which normalisation follows which layer is read from a run with the example, or without an example by
+    `torch.fx.symbolic_trace`. A `FusionWarning` says which normalisations stay, and why. `find_fusions` says beforehand
+    what will be fused. A second call finds nothing to do. A subclass of a layer with a forward of its own is taken if
+    the run with the example shows that it ends in one product of its weight.
 
     Args:
         model: a float model whose batch normalisations are in eval mode; call this before `prepare`.

@@ -118,7 +118,7 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
     for path in found.fused.values():
         if cast("Any", modules[path]).gradient is not None:
             raise ConfigError(
-                f"{module_name(path)} quantizes its gradients, and the product with a folded weight has none that are; "
+                f"{module_name(path)} quantizes its gradients, which a layer with a folded weight cannot do; "
                 "call fuse_batch_norm before fakequant.prepare, or leave gradient= out of its rule"
             )
         if (quantizer := cast("Any", modules[path])._weight_quantizer) is not None and quantizer.calibrated:

@@ -320,8 +320,8 @@ class Training:
             owner.leave_if_over()
         if any(owner.watches for owner in others):
             raise ConfigError(
-                "another QATCallback or Training watches this model, as after an error in a loop: call its leave(), or "
-                "give the trainer one alone"
+                "another QATCallback or Training watches this model, perhaps after an error in a loop: call leave() of "
+                "that one, or give the trainer a single callback"
             )
         with ExitStack() as stack:
             stack.callback(model.register_forward_pre_hook(self._before).remove)
@@ -345,7 +345,7 @@ class Training:
         if self._distances:
             self._forget()
             raise ConfigError(
-                "the distance from the teacher is in no loss; write loss = training.loss(loss) before loss.backward()"
+                "no loss holds the distance from the teacher; write loss = training.loss(loss) before loss.backward()"
             )
         self._forget()
         self._progress = progress
