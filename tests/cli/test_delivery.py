@@ -79,7 +79,7 @@ def test_changed_codes_are_shown_and_give_the_status_1(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["verify", "FILE"], "give the recipe of it by --recipe"),
+        (["verify", "FILE"], "give the recipe of the model by --recipe"),
         (["deliver", "NO_RECIPE", "--out", "OUT", "--format", "safetensor"], "unknown format"),
         (["deliver", "RECIPE", "--out", "OUT", "--checkpoint", "OUT"], "holds no checkpoint"),
     ],

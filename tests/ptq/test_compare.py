@@ -259,7 +259,7 @@ def test_what_search_refuses() -> None:
     with pytest.raises(ConfigError, match="metric= and floor= belong together"):
         fq.search(net(), batches(), floor=3.0)
     with pytest.raises(
-        ConfigError, match=r"no mix of these choices keeps 3: the largest, 8\.\d+ bits per weight, gives 1;"
+        ConfigError, match=r"no mix of these choices meets 3: the largest, 8\.\d+ bits per weight, gives 1;"
     ):
         fq.search(net(), batches(), metric=lambda model: 1.0, floor=3.0)
     with pytest.raises(CalibrationError, match="search needs batches"):

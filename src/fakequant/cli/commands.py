@@ -239,7 +239,7 @@ def search(  # noqa: PLR0913  the command's options
 
     choices = preset or ("INT8_WEIGHT_ONLY", "INT4_GROUP32")
     if floor is None and task not in ("auto", "none"):
-        raise RecipeError(f"--task {task} is what --floor speaks of, and it was not given; add it, or leave --task out")
+        raise RecipeError(f"--task {task} is the measure of --floor, which is missing; add --floor, or omit --task")
     with _loaded(recipe, text, trust, quiet, "none" if floor is None else task) as loaded:
         metric = None if floor is None else loaded.metric
         if floor is not None and metric is None:
@@ -429,9 +429,9 @@ def verify(
 ) -> None:
     """Compare every quantizer of an ONNX file with fakequant bit for bit, or a delivered file with its model.
 
-    The exit status is 1 if one differs, or if ONNX Runtime's default session loses more than quantization itself.
+    The exit status is 1 if a quantizer differs, or ONNX Runtime's default session loses more than quantization itself.
     A file in the style standard or trt that ONNX Runtime cannot load runs in onnx's ReferenceEvaluator. A delivered
-    file needs the recipe; the programs that load it are asked where they are installed.
+    file needs the recipe; the installed programs that load it also run it.
     """
     from fakequant.cli.inspection import verify_file
 
@@ -444,7 +444,7 @@ def verify(
 @app.command(rich_help_panel=_QUANTIZE)
 def deliver(
     recipe: RecipeFile,
-    out: Annotated[Path, typer.Option(help="the folder to write, or the file of a format that is one")],
+    out: Annotated[Path, typer.Option(help="the folder to write, or the file for a format of one file")],
     checkpoint: Annotated[Path, typer.Option(help="checkpoint of the quantized model")] = Path("quantized/checkpoint"),
     format: Format | None = None,
     target: Target = None,
@@ -471,7 +471,7 @@ def deliver(
 @app.command("improve-folder", rich_help_panel=_QUANTIZE)
 def improve_folder(  # noqa: PLR0913  the command's options
     folder: Annotated[Path, typer.Argument(help="a folder of Hugging Face, with its tokenizer")],
-    out: Annotated[Path, typer.Option(help="the folder to write, or the file of a format that is one")],
+    out: Annotated[Path, typer.Option(help="the folder to write, or the file for a format of one file")],
     text: TextFile = None,
     preset: Annotated[str, one_of("such as int4_group128 or nvfp4_weight_only", *PRESETS)] = "int4_group128",
     steps: Annotated[str, one_of("fast, or best, which takes more time", "fast", "best")] = "fast",

@@ -157,7 +157,7 @@ def verify_file(
     """Verify an exported or delivered file; with a recipe also compare its weights and outputs with the model."""
     is_delivered = path.is_dir() or any(one.recognizes(path) for one in delivery_formats().values())
     if recipe is None and is_delivered:
-        raise VerificationError(f"{path} is compared with its model: give the recipe of it by --recipe")
+        raise VerificationError(f"{path} is compared with its model: give the recipe of the model by --recipe")
     if recipe is None:
         return verify_onnx(path)
     loaded = load_recipe(recipe, text, trust)

@@ -322,7 +322,7 @@ def held_before(out: Path, source: str, title: str) -> str:
 
 
 def refuse_other_recipe(out: Path, source: str) -> None:
-    """Raise a ConfigError if a folder holds the results of another recipe, or what another recipe left."""
+    """Raise a ConfigError if a folder holds the results, or an unfinished run, of another recipe."""
     found = ""
     with suppress(FakeQuantError, OSError):
         found = read_results(out).source if (out / RESULTS).is_file() else ""

@@ -63,7 +63,7 @@ def staged(out: Path) -> Iterator[Path]:
 
 
 def publish(new: Path, out: Path) -> None:
-    """Replace the files of the previous run by new ones; other files stay, and all files if the disk is full.
+    """Replace the files of the previous run by new ones; other files stay. If the disk is full, all old files stay.
 
     A file of an earlier run that the new run does not have is removed. A symbolic link is followed: its target is
     written. An existing file keeps its permissions.

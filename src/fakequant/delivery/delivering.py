@@ -140,12 +140,12 @@ def _own_reason(part: Part, state: QuantizedState, unfixed: Collection[str], *, 
     if entry is not None and entry.transform is not None:
         kind = entry.transform.kind
         return (
-            f"its input goes through a {kind} before its quantizer; leave that step out of improve, or, where a file "
-            "has it, read the values by read(path, dequantize=True) and quantize them for this format"
+            f"its input goes through a {kind} before its quantizer; leave that step out of improve. If read() made "
+            "the model from a file, call read(path, dequantize=True), and quantize that model for this format"
         )
     held = entry.quantizers if entry is not None else state.sites.owners[part.path].sites[part.call].quantizers
     if chosen := [one.by_value for one in held.values() if one.by_value is not None]:
-        return f"its ranges follow {chosen[0].by}, and files have one; calibrate without by="
+        return f"its ranges follow {chosen[0].by}, but a file has a single range; calibrate without by="
     if any(one.learned is not None for one in held.values()):
         return "its range is learned; fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED) fixes it"
     scales = {name: state.tensors.get(f"{path}.scale") for name, path in part.paths.items()}
@@ -311,7 +311,7 @@ def _known_in(folder: Path, patterns: Collection[str]) -> list[str]:
 
 
 def folder_of(model: Any) -> Path | None:
-    """The folder that a model was loaded from: a local one with its type of model, or that of the cache; else None."""
+    """The folder that a model was loaded from: local, with the same type of model, or in the cache; else None."""
     given = str(getattr(model, "name_or_path", "") or "")
     own, held = getattr(getattr(model, "config", None), "model_type", None), _json(Path(given) / CONFIG)
     if given and Path(given).is_dir() and (not isinstance(held, dict) or held.get("model_type") in (None, own)):
@@ -375,7 +375,7 @@ def deliver(
 
     Args:
         model: prepared and calibrated.
-        folder: where the files are written; of a format that is one file, its path may be given.
+        folder: where the files are written; for a format that is a single file, its path may be given.
         format: "compressed-tensors", or another of `fakequant.delivery.delivery_formats()`.
         target: in place of the format, the engine that shall load the files, as for `prepare`.
         max_shard_size: the largest number of bytes of a file of tensors, as far as its largest tensor allows.

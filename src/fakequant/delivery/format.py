@@ -168,7 +168,7 @@ class DeliveryFormat(ABC):
 
     @abstractmethod
     def why_not(self, part: Part) -> str | None:
-        """The reason why the format cannot hold a part, None if it can; reads no values: presets are tried, too."""
+        """The reason why the format cannot hold a part, None if it can; must read no values: presets are tried, too."""
 
     def refuses(self, model: nn.Module) -> str | None:
         """The reason why the format can hold no part of a model, None if it may; called before `why_not`."""
@@ -287,7 +287,7 @@ def format_of(path: Path) -> DeliveryFormat:
         )
     if written_in(path) is not None:
         raise CheckpointError(f"{path} holds a part of a delivery, which ended before it was whole; deliver again")
-    raise CheckpointError(f"{path} is of none of the formats {', '.join(known)}; or it lacks the file that says so")
+    raise CheckpointError(f"{path} is of none of the formats {', '.join(known)}; or it lacks the file that names one")
 
 
 class WeightSlot(NamedTuple):
@@ -353,8 +353,8 @@ def without_quantizers(names: Iterable[str], quantizers: Iterable[str]) -> list[
 class Stored(NamedTuple):
     """A tensor of a file: the field of a weight that it stores, its shape and dtype, and functions that convert it.
 
-    Fields are "codes", "scale" and "zero_point" of `WeightCodes`, "scale_codes" and "shared" of scales under a scale
-    of their own, and "values".
+    Fields are "codes", "scale" and "zero_point" of `WeightCodes`, "values", and for quantized scales "scale_codes" and
+    "shared", the scale that multiplies these codes.
     """
 
     field: str
@@ -400,7 +400,7 @@ class LayeredWriter:
         in_float: weights that are written as floats with the values of their codes: tables, which programs read as
             floats, and tied weights.
         pieces: for each coded weight the names that it has in files.
-        under: by weight, the scale of the tensor above its scales, where weights are merged.
+        under: by weight, the scale of the tensor that `merge_scales` chose.
         ignored: layers in float, by their names in files, and in the model where they differ: transformers looks for
             modules of the model.
     """
@@ -482,7 +482,7 @@ class LayeredWriter:
         return found.reshape(part.operands["weight"].spec.granularity.group_shape(part.shape))
 
     def merge_scales(self, names: Sequence[str]) -> None:
-        """Write the scales of several weights, unchanged, under the largest of their scales of the tensor.
+        """Store the scales of several weights, unchanged, as codes under the largest of their scales of the tensor.
 
         An ExportError if the scales cannot be expressed under the largest one.
         """

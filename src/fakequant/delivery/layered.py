@@ -140,10 +140,10 @@ class LayerTensors:
     def in_order(self, groups: Groups, index: Tensor | None) -> tuple[Tensor, PerBlock, Tensor | slice]:
         """The permutation of inputs that makes groups contiguous, where a file has their inputs anywhere.
 
-        Groups of one input each express any order, where a permutation cannot.
+        Each input becomes a group, with a warning, if no permutation makes equal groups, or a stack would need one.
 
         Args:
-            index: the group of each input; None where they are in order.
+            index: the group of each input; None if groups are contiguous in the file.
 
         Returns:
             The order of the inputs, the granularity of groups in this order, and the stored group of each group.
@@ -158,8 +158,8 @@ class LayerTensors:
         if fits and (self.is_alone or bool((order == plain).all())):
             return order, groups.granularity, slice(None)
         warn_user(
-            f"{self.folder.path.name}: weights whose groups lie in no order of equal groups, and stacks of weights "
-            "with an order, have groups of one input each: the same values with more scales"
+            f"{self.folder.path.name}: weights that no permutation of inputs gives equal groups, and permuted "
+            "stacks of weights, have groups of one input each: the same values with more scales"
         )
         return plain, PerBlock({-1: 1}), index
 
@@ -277,7 +277,7 @@ class _LayeredReader:
             self._need(key)
             if shape == (1,) and self.tensors[key].numel() != 1:
                 raise CheckpointError(
-                    f"{key} in {self.folder.path} has {self.tensors[key].numel()} numbers, and its scheme has one"
+                    f"{key} in {self.folder.path} has {self.tensors[key].numel()} numbers, but its scheme has one"
                 )
             self.found[name] = lambda key=key, shape=shape: self.tensors[key].float().reshape(shape)
         # Tensors that the model has no place for are refused, except those that the format or the model skips.

@@ -271,8 +271,8 @@ def config_of(
 ) -> TensorConfig:
     """The configuration for a tensor that has these arguments.
 
-    Files do not say how a program computes the scales of dynamic integers. vLLM 0.32 has one rule for INT8 per token,
-    and compressed-tensors 0.20, in transformers, another one for all; `half_range` takes that for INT8 per token, too.
+    Files do not say how a program computes the scales of dynamic integers: INT8 per token gets the rule of vLLM 0.32,
+    others that of compressed-tensors 0.20 in transformers, which `half_range` takes for INT8 per token, too.
     """
     bits, kind, strategy, dynamic = args["num_bits"], args["type"], args["strategy"], args["dynamic"]
     places: dict[str, Granularity] = {"tensor": PerTensor(), "channel": PerChannel(0), "token": PerToken()}
@@ -339,8 +339,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except (CheckpointError, re.error, RecursionError, OverflowError) as error:
         raise CheckpointError(
-            f"the pattern {pattern!r:.80} names layers, and has {error}, which this reader does not take; write one "
-            "without groups that repeat what repeats"
+            f"the pattern {pattern!r:.80} for names of layers has {error}, which this reader refuses; write a "
+            "pattern without nested repeats"
         ) from error
 
 
@@ -554,7 +554,7 @@ def computed_by_transformers(model: nn.Module) -> Iterator[None]:
 
 
 def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: str = "") -> LoadedFile:
-    """The delivered model as transformers loads it from a folder with some schemes; `missed` is of `missed_cache`."""
+    """The model as transformers loads it from a folder with these schemes; `missed`: the text of `missed_cache`."""
     import transformers
 
     dtype = next(model.parameters()).dtype

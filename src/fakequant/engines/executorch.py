@@ -1,7 +1,7 @@
 """ExecuTorch on XNNPACK, as its quantizer annotates: products, sums and concatenations, in and out.
 
 A sum or a product of two tensors and the ReLU after it are one operator. Attention and softmax stay in float. A mean
-has only the quantizers of the functions around it: with one behind the mean alone, a sum before it stays in float.
+has only the quantizers of the functions around it: a quantizer of the mean would leave a sum before it in float.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""LiteRT, which computes on int8 what XNNPACK computes, and divides by scales."""
+"""LiteRT: it computes the same int8 results as XNNPACK, but encodes floats by division by the scale."""
 
 from dataclasses import replace
 

@@ -70,8 +70,8 @@ def product(parts: Sums, to: CodeGrid) -> Tensor:
     """Codes of a convolution, a linear layer or a matrix product.
 
     Bias and zero point are added to the sums. What lies more than 3 bits below a code is cut off. A multiplier of 11
-    bits follows, half rounded up. The ratio of scales is that of the largest weight scale, times the share of each
-    channel in it. Ratio, bias and zero point are float32 numbers.
+    bits follows, half rounded up. The ratio of scales is computed for the largest weight scale, then
+    multiplied by each channel's scale over the largest. Ratio, bias and zero point are float32 numbers.
     """
     return _scaled(parts, to, bits=11, below=3)
 
@@ -87,8 +87,9 @@ def strided_depthwise(parts: Sums, to: CodeGrid) -> Tensor:
 def product_of_16_bits(parts: Sums, to: CodeGrid) -> Tensor:
     """Codes of a product whose input has 16 bits: the last 8 bits of sums are cut off, then a multiplier of 11 bits.
 
-    The sums are those of codes with their zero point, whose share is subtracted after the cut, rounded by itself; bias
-    and zero point of the result are added there, rounded down. Of 5,760 channels 3 had a constant that differs by 1.
+    Zero points are not subtracted from codes before the sums: their part of a sum, rounded by itself, is subtracted
+    after the cut, where bias and zero point of the result are added, rounded down. Of 5,760 channels 3 had a constant
+    that differs by 1.
     """
 
     def make() -> FixedPoint:

@@ -1,4 +1,4 @@
-"""Accuracy without training: ranges and codes of weights, chosen by the error of what their layers compute.
+"""Accuracy without training: ranges and codes of weights, chosen by the error of their layers' outputs.
 
 Every step reads the same sums over a layer's inputs, see `InputSums`. No layer ends with a larger error on the
 calibration data than by rounding to nearest.

@@ -100,8 +100,8 @@ def _shown(value: Any, name: str) -> str:
 SAME_SIZE = 1.15
 """Models whose bytes differ by up to this factor are of one size: weights of 4 bits take 4.0 to 4.5 with scales."""
 _NO_HOPE = 25.0
-"""A size so many decibels below the floor is tried by presets alone, unless it is the best: methods and `improve`
-gained at most 18 in the benchmarks, in a CNN with gates and weights of 4 bits."""
+"""If the best preset of a size is so many decibels below the floor, nothing else is tried with this size, unless it is
+the best of all: other methods and `improve` gained at most 18 dB in the benchmarks."""
 _LITTLE = 3.0
 """Up to so many decibels below the floor, "best" is tried: it takes 7 times as long as "fast" for up to 1.5 dB more."""
 _TWO = 2
@@ -161,8 +161,8 @@ class SearchOrder:
     def ways(self) -> Iterator[tuple[Variant, str]]:
         """Each variant to try, and a text of what may follow; the caller puts its result into `rows` before the next.
 
-        All presets come first, from the smallest size up to the first that meets the floor. Then what costs more is
-        tried in the sizes below it, from the smallest one up.
+        All presets come first, from the smallest size up to the first that meets the floor. Then costlier variants of
+        the smaller sizes follow, from the smallest size up.
         """
         for tier in range(len(TIERS)):
             for number, size in enumerate(self.sizes[: self.met]):
@@ -267,7 +267,7 @@ class Advice:
         reason: why the answer was chosen, in a sentence or two.
         call: the code that makes the same model from the user's `model` and `batches`.
         target: the engine, "" without a target.
-        speed: of the answer in the target, or that it was not measured.
+        speed: a sentence on the speed of the answer in the target, which is not measured.
         judged: the batches that judged, as text.
         quantizers: the paths of the quantizers of the answer.
         folds: whether batch normalisations were folded first.
@@ -413,23 +413,22 @@ def advise(  # noqa: PLR0913  all but the first two by name
     """Find the smallest quantized form of a model that is good enough, by trying presets, methods and `improve`.
 
     Every second batch, up to eight of them, is held back and judges; the others make the models. All presets are
-    tried first, from the smallest models up, until one meets the floor. In the sizes below it follows what costs more:
-    the methods of calibration, `improve` by "fast", and by "best". Models of one size differ by at most 15 % of their
-    bytes: among them the one with the least error is taken. What the files of the target cannot hold, as `deliver` and
-    `export_onnx` would say, is not tried. Ctrl-C ends the search, and what was found until then is
-    returned.
+    tried first, from the smallest models up, until a preset meets the floor. Then costlier variants of smaller models
+    are tried: other methods of calibration, `improve` by "fast", and by "best". Models whose bytes differ by at most
+    15 % count as one size: among them the model with the least error is taken. Presets that the files of the target
+    cannot hold are not tried. Ctrl-C ends the search, and the result so far is returned.
 
     Args:
         model: in float; it stays as it is.
         batches: as for `calibrate`; they are kept as a list.
         target: the engine that will run it, by its name in `fakequant.known_engines()`, which decides what is
             tried; errors and metrics are those of its arithmetic where that is known. None tries weights alone.
-        floor: what is good enough, of the metric; without one, of the signal over the error of the output in dB. By
-            default 99 % of the float model's metric, or 20 dB, an error of 1 % of the output's energy.
+        floor: the least metric that is good enough, by default 99 % of the float model's; without a metric the least
+            signal over the error of the output in dB, by default 20 dB, an error of 1 % of the output's energy.
         metric: called as metric(model), larger is better. It should use none of the batches.
         presets: names of presets to try, in place of the target's.
         inputs, forward, mask: as for `calibrate`.
-        work: a folder that keeps what was measured: the same call goes on from there, to the same answer.
+        work: a folder for the measurements; the same call with this folder resumes the search, with the same answer.
         progress: whether to say before each trial what may follow; by default on a terminal and in a notebook.
 
     Raises:

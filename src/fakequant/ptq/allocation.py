@@ -35,7 +35,7 @@ _BUDGETS = {"bits": "5", "size": "1e6", "loss": "1e-3", "operations": "40", "flo
 """An example of each budget, for error messages."""
 _NAMED = 3
 _UNITS = 20_000
-"""The number of steps in which sizes are counted, unless their common divisor is larger than such a step."""
+"""Sizes are counted in their common divisor, or in 1 / _UNITS of the largest size if that is larger."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Scores:
         products: how many multiply-accumulates each layer has for the first batch.
         why_float: why other layers with weights have no scores, and stay in float, by their path.
         in_float: bytes of all parameters that stay in float, by the path of the module that holds them.
-        computed: layers whose weight is no parameter; what it is computed from stays in float.
+        computed: layers whose weight is computed; the parameters from which it is computed stay in float.
     """
 
     layers: dict[str, dict[str, Score]]
@@ -157,9 +157,9 @@ class Scores:
     def curve(self, over: str = "bits") -> list[Allocation]:
         """The best mix for every size, from the smallest to the largest; none is larger and worse than another.
 
-        Mixes are chosen by the sum of the scores, and what they cost together is predicted then. The choice is the
-        multiple-choice knapsack, solved exactly by dynamic programming over sizes: they are counted in
-        their common divisor, or in 0.005 % of the largest size, rounded up, where that is more.
+        Mixes are chosen by the sum of the scores, and then the loss of each mix is predicted, as by `predict`. The
+        choice is the multiple-choice knapsack, solved exactly by dynamic programming over sizes. Sizes are counted in
+        their common divisor, or in 0.005 % of the largest size if that is larger, rounded up.
 
         Args:
             over: "bits" of weights, or bit "operations".
@@ -342,7 +342,8 @@ def losses_alone(
         with modes(twin, lambda path, own, prefix=prefix: own.mode if path.startswith(prefix) else Mode.OFF):
             added = measured(loss, twin) - before
         if math.isnan(added):
-            raise ConfigError(f"the loss with {module_name(layer)} alone in {name} is NaN")
+            alone = f"{module_name(layer)} alone in {name}"
+            raise ConfigError(f"the loss with {alone} is NaN; leave {name} out of choices, or give another measure=")
         found[layer, name] = torch.zeros(len(layers), dtype=torch.float64, device="cpu")
         found[layer, name][place] = (len(layers) * max(added, 0.0)) ** 0.5
     return found
@@ -706,7 +707,7 @@ def search(  # noqa: PLR0913  all but the first three by name
     if not largest >= floor:
         asked, most = (named(metric).shown(value) for value in (floor, largest))
         raise ConfigError(
-            f"no mix of these choices keeps {asked:.6g}: the largest, {curve[-1].bits_per_weight:.2f} bits per weight, "
+            f"no mix of these choices meets {asked:.6g}: the largest, {curve[-1].bits_per_weight:.2f} bits per weight, "
             f"gives {most:.6g}; give other choices or another floor"
         )
     best, low, high = replace(curve[-1], metric=largest), 0, len(curve) - 1

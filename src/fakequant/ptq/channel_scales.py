@@ -1,7 +1,7 @@
 """Scales of channels, moved between layers: into the normalisations before them, or from one layer to the next.
 
 `fold_scales` puts the scales of inputs into normalisations, where they cost no operation at run time. `equalize` gives
-channels between two layers like ranges on both sides (arXiv 1906.04721).
+channels between two layers similar ranges in the weights of both (arXiv 1906.04721).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OutputCheck(OutputDistance):
         if (found := self.difference()) > self._allowed:
             raise ConfigError(
                 f"two runs of the model differ by {found:.1e} of the output, so that a change of its weights cannot be "
-                "checked; reset in forward= what it keeps outside of its tensors and attributes"
+                "checked; let forward= reset the state that the model keeps outside of its tensors and attributes"
             )
 
     def run(self) -> Any:
@@ -141,9 +141,9 @@ def fold_scales(
 ) -> FoldedScales:
     """Put the channel scales of inputs into the weight and bias of the normalisations before them, in place.
 
-    One run finds which module makes the input of which layers, by the identity of tensors. All readers of its output
-    must have the same scale. A run checks that the float function of the model stays; a scale whose fold changes it
-    stays where it is, as do transforms that are more than a scale. Ranges and codes stay as they are.
+    One run finds which layers read the output of which normalisation, by the identity of tensors; all these layers must
+    have the same scale. Another run checks that the float function of the model stays: a layer keeps its scale if
+    folding would change the function, and any transform that is more than a scale. Ranges and codes stay.
 
     Args:
         model: prepared, with channel scales such as `fakequant.ptq.improve` chooses.
@@ -258,7 +258,7 @@ _FORMS: tuple[_Form, ...] = (lambda weight, scale: weight * scale, lambda weight
 
 
 def _forms(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, _Form]:
-    """By normalisation, the form of `_FORMS` that scales its output; a normalisation that none scales is left out."""
+    """By normalisation, the form of `_FORMS` that scales its output; those that no form scales are left out."""
     calls, hooks, found = dict[nn.Module, tuple[LayerCall, Any]](), list[Any](), dict[nn.Module, _Form]()
 
     def see(maker: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -381,7 +381,7 @@ def equalize(
     inputs: Inputs | None = None,
     forward: Forward | None = None,
 ) -> Equalization:
-    """Scale the channels between layers so that their weights have like ranges on both sides, in place.
+    """Scale the channels between layers so that the weights before and after have similar ranges, in place.
 
     The layer before divides a channel by a factor, and the layers after it multiply the channel by the same factor. So
     the output stays the same up to rounding, which a run with the batch checks. Layers are linear layers and
@@ -389,7 +389,7 @@ def equalize(
     and pools. One run finds the pairs, by the identity of tensors.
 
     A copy of the model is quantized before and after. If its output does not come closer to that of the float model,
-    nothing is changed. It helps where one scale serves a whole weight, or a whole activation.
+    nothing is changed. Equalizing helps where one scale serves a whole weight, or a whole activation.
 
     Args:
         model: a float model; call this after `fuse_batch_norm` and before `prepare`.

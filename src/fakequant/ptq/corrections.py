@@ -80,8 +80,8 @@ def reestimate_batch_norm(
                 sums.set(norms[stage.name])
     if repeated := recorded.parts(Ranks(None))[1]:
         warn_user(
-            f"{repeated[0]} is called several times in a batch: its earlier calls, which later statistics depend on, "
-            "had the old ones; call reestimate_batch_norm again until its results settle",
+            f"{repeated[0]} is called several times in a batch: its earlier calls used the old statistics, which "
+            "changed the inputs of later layers; call reestimate_batch_norm again until the statistics settle",
             CalibrationWarning,
         )
     return [name for name in norms if name in recorded.order]

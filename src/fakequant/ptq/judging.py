@@ -24,14 +24,14 @@ from fakequant.restore import Restore, state_of
 from fakequant.text import html_result, listed, module_name, table
 
 CLEARLY = 0.9
-"""A method, a preset, `improve`, a transform or a range clearly lowers an error to less than this share.
+"""A method, preset, transform, range or `improve` is clearly better if it leaves less than this share of an error.
 
 On few batches a smaller difference is chance. With 0.9, calibration of four trained models chose methods with 1.004
 (INT8) and 1.017 (INT8_AFFINE) times the least error; with 0.95, 1.021 and 1.050 times."""
 ALIKE = 1.01
 """The multiple up to which an error counts as unchanged: rounding explains no more."""
 SURE, SURE_OF_PART = 1.0, 2.0
-"""By how many standard errors the mean log ratio of rows' errors must fall: for all changes, and for one of many parts.
+"""By how many standard errors the mean log ratio of rows' errors must fall: for all changes, and for one of many.
 Of 24 small networks with 24 rows, 14 lost on new rows without a judge, and 1 with these thresholds."""
 _LEAST = 0.1
 """This share of the mean error is added to rows' errors before ratios are taken: a ratio of small errors is chance."""
@@ -64,7 +64,7 @@ class _Measured(NamedTuple):
     """What a judge measures of a model.
 
     Attributes:
-        distance: of its output from that of the float model; None where it cannot be measured.
+        distance: of the model's output from the float model's; None where it cannot be measured.
         rows: the error of each row of all processes [rows].
         score: the user's metric; None without a metric.
     """
@@ -84,7 +84,7 @@ class OutputJudge:
     """Measures the error of a model's output, and its metric, before and after changes; undoes what does not help.
 
     Args:
-        is_apart: whether the batches choose nothing; else they only measure, and only a metric judges.
+        is_apart: whether changes were chosen without these batches; else their error is measured, and does not judge.
         metric: called as metric(model), larger is better; None without a metric.
 
     Raises:
@@ -167,8 +167,8 @@ class OutputJudge:
         if not self._is_apart and self._metric is None and result.after > ALIKE * result.before:
             warn_user(
                 f"{caller} made the error of the model's output larger, {result.before:.2e} -> {result.after:.2e}, "
-                "though each part by itself loses no more than before; prepare the model anew, and give more batches, "
-                "of which some judge, or other settings",
+                "though each part by itself loses no more than before; prepare the model again, and give more batches, "
+                "some of them as judge=, or other settings",
                 CalibrationWarning,
             )
 
@@ -198,7 +198,7 @@ class LayerResult:
         after: the same by the chosen ranges and codes.
         steps: the error after each step, by its name. Of "smooth", "rotate" and "input": the share of the error that
             is left after the step, for the first of the layers that read the input. Of "bias": the error of the
-            nearest values with a bias that corrects their mean error, as it does after all later steps. "drift" has no
+            nearest values with a bias that corrects the mean error; later steps have such a bias, too. "drift" has no
             entry: it changes the target of "gptq" and the other solvers.
         note: why no values were chosen; "" otherwise.
         remarks: notes on how the values were chosen.
@@ -241,7 +241,7 @@ class Improvement:
         after: the same with the chosen values.
         notes: what else was decided, as sentences.
         judged: on which batches the error of the model's output was measured, as text.
-        is_judged: whether those batches chose nothing.
+        is_judged: whether the values were chosen without those batches.
         worst: of several outputs the one with the largest error, as text.
         metric: the name of the metric that judged; "" without a metric.
         metric_before, metric_after: the values of the metric; None without a metric.

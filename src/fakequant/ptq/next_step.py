@@ -44,7 +44,7 @@ from fakequant.text import listed
 _ANY = (*WEIGHTS, "NF4_WEIGHT_ONLY", "NVFP4_WEIGHT_ONLY")
 """Without an engine that multiplies codes, inputs of fewer bits lose accuracy and gain nothing."""
 _BLOCKS = "MXFP4", "NVFP4"
-"""Presets that the same GPUs multiply."""
+"""Presets whose codes are multiplied by the same GPUs."""
 
 
 def kinds_of(target: str | None) -> Sequence[Sequence[str]]:
@@ -91,11 +91,11 @@ def unknown_gain(name: str | None, presets: Iterable[str]) -> str:
 
 
 _MOST = 0.5
-"""The share of the weights' scales that a method must reproduce: some are raised afterwards, so that biases fit."""
+"""A method counts as used if it reproduces this share of the weights' scales: some were raised later, to fit biases."""
 
 
 def static_inputs(model: nn.Module) -> dict[str, Quantizer]:
-    """The quantizers of inputs whose ranges come from calibration, by path; those that are off are in float."""
+    """The quantizers of inputs whose ranges come from calibration, by path, without those that are off."""
     return {
         name: one
         for name, one in quantizers(model).items()
@@ -104,7 +104,7 @@ def static_inputs(model: nn.Module) -> dict[str, Quantizer]:
 
 
 def methods_of(held: Iterable[Quantizer]) -> list[str]:
-    """The calibration methods with default options that reproduce all quantizers' scales; the one that was used first.
+    """The calibration methods with default options that reproduce all quantizers' scales; the used method comes first.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8")
     >>> used = calibrate(model, [torch.randn(64, 4)], "entropy")
@@ -278,7 +278,7 @@ class AdviceContext:
         worst: paths of its layers, the one that hurts the output most first.
         metric: called as metric(model), larger is better.
         score: the metric of the model.
-        improved: whether its weights were chosen before.
+        improved: whether `improve` already chose the weights.
         arguments: what `calibrate` takes besides the batches, as text for the code, such as ", inputs=0".
         call: the positional and keyword arguments of a call of the model; None if they are not known.
         command: returns the command that makes the model with another preset=, method=, improve= or float=, another
@@ -305,12 +305,12 @@ def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USU
 
     Where little is lost, only fewer bits for a large layer and folding are tried. Else changes are tried in this order:
     the methods of calibration and presets of as many bits; where the error is not halved by then, `improve` by "fast"
-    and the worst layers in float; where nothing helps, batch normalisations that engines fold. Each is compared with
-    the model calibrated, by its own method, on the batches that make the changes, so that the data are the same. One
-    calibration serves all methods. Each change costs one run of the batches that judge, at most four; each preset one
-    more of those that make it, at most four, and `improve` what it takes for these. A change that lowers the error is
-    made again with the batches exchanged, and helps if it lowers the error there, too. With the presets of the package
-    there are at most twelve changes, however many layers there are.
+    and the worst layers in float; where nothing helps, batch normalisations that engines fold. At most four
+    batches make the changes, and at most four judge. For a comparison on the same data, static ranges are first
+    calibrated anew, by the method that made them, on the batches that make the changes; this calibration serves all
+    methods. Each change costs a run of the batches that judge, a preset also a run of the others, and `improve` its
+    usual time. A change that lowers the error is made again with the batches exchanged, and helps if it lowers the
+    error there, too. With the presets of the package there are at most twelve changes, for any number of layers.
 
     Args:
         batches: numbered from 0. Of the first eight every second one judges changes, and the others make them.
@@ -406,7 +406,7 @@ class _Changes:
 
             def refuse(_: KeptBatches) -> None:
                 raise ConfigError(
-                    "not tried: the ranges are not those of one method, by what the model keeps of its calibration, so "
+                    "not tried: by the calibration data that the model keeps, no single method made all ranges, so "
                     "that methods cannot be compared; call fq.calibrate(model, batches, method), and report again"
                 )
 

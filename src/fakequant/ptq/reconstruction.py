@@ -234,7 +234,7 @@ def reconstruct_block(
     if not inputs or len(inputs) != len(targets) or iterations < 1:
         raise ConfigError(
             f"{len(inputs)} inputs, {len(targets)} targets and {iterations} iterations: give one target for each "
-            "input, and at least one of all"
+            "input, at least one input and at least one iteration"
         )
     weights = learnable_weights(block, fixed) if chosen.rounding or chosen.ranges else {}
     steps = [  # the quantizers of activations with a scale that can be learned
@@ -392,8 +392,8 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     """Learn rounding, ranges or input scales block after block, by the error of each block's output.
 
     The wanted output of a block is that of the float model. Its inputs are those of the quantized model, whose earlier
-    blocks have their learned values. The values stay in the weights with fixed scales. A block that a batch calls
-    several times, and those after it, learn the output of the float block for their quantized inputs.
+    blocks have their learned values. The values stay in the weights with fixed scales. If a batch
+    calls a block several times, this block and all later ones learn the output of the float block for quantized inputs.
 
     Args:
         model: prepared, and calibrated if its inputs are quantized.
@@ -402,7 +402,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         preset: "autoround", "omniquant", "brecq", "lsq", or a `Preset` of your own.
         iterations: for each block; one takes one batch.
         inputs, forward: as for `calibrate`.
-        judge: batches that teach nothing and judge, as for `improve`.
+        judge: batches that only judge the result, as for `improve`.
         seed: of the order of batches.
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
@@ -487,7 +487,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
 def _learned(
     block: nn.Module, stage: Stage, targets: Sequence[Tensor], learn: Callable[..., LayerResult]
 ) -> LayerResult | None:
-    """Learn a block at its first stage; returns its result, None if all its inputs are empty."""
+    """Learn a block from the calls of a stage; returns its result, None if no call has rows."""
     # An expert that gets no rows of a batch learns nothing from it.
     examples = [(call, y) for call, y in zip(stage.all_calls, targets, strict=True) if y.numel()]
     if not examples:

@@ -223,7 +223,7 @@ def _makes(module: nn.Module) -> bool:
 
 
 def is_vector_norm(module: nn.Module) -> bool:
-    """Whether a module may be a normalisation: it has a weight, no children, and only vectors of one length."""
+    """Whether a module may be a normalisation: it has a weight, no children, and only parameters [n] of one length."""
     held = [p for p in module._parameters.values() if p is not None]
     own = next(module.children(), None) is None and "weight" in module._parameters
     return own and bool(held) and all(p.dim() == 1 and p.shape == held[0].shape for p in held)

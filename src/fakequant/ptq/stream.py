@@ -2,8 +2,8 @@
 
 Every batch runs in a thread of its own, and one thread runs at a time. A thread waits before the last call of a layer
 until the others are there too. Then the inputs that the layer gets from all batches are known, the caller changes the
-layer, and the threads go on from where they are. Without threads each layer would take a run of its own from the start,
-or its inputs would be kept from a run of a block, which must be found first.
+layer, and the threads go on from where they are. Without threads each layer would need a run from the start, or
+kept inputs of its block, which must be found first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LayerCall(NamedTuple):
     Attributes:
         writes: the in-place writes into the first argument before the call; None where torch does not count them.
         autocast: the device type and the dtype of autocast around the call; None where it is off.
-        bins: for inputs with ranges by value, the bins that choose their ranges.
+        bins: by value that chooses ranges, such as a timestep, the bins of this call.
     """
 
     args: tuple[Any, ...]
@@ -88,7 +88,7 @@ class LayerCall(NamedTuple):
 
 
 class ResidualInput(NamedTuple):
-    """Where a run shows a value, to which the result of a layer is added, before the layer is called.
+    """A place where a run shows, before a layer is called, the value to which the layer's result is added.
 
     Attributes:
         module: the path of a module that takes or returns the value, and is called once.
@@ -102,7 +102,7 @@ class ResidualInput(NamedTuple):
 
 
 def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str, ResidualInput]:
-    """By layer whose result is added to a value of the same shape, where the run shows this value before the layer.
+    """By layer, the place where the run shows the value, of the same shape, to which the layer's result is added.
 
     Args:
         layers: the paths of modules, by the names of layers.
@@ -140,7 +140,7 @@ def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str,
 
 
 def _added_to(recording: Recording, value: int) -> int | None:
-    """The number of the value of the same shape to which the only reader of `value` adds it; None if there is none."""
+    """The number of the value of the same shape to which `value`, if it has a single reader, is added; else None."""
     shape = recording.values[value].shape
     while len(calls := recording.consumers.get(value, ())) == 1:
         (call,) = calls
@@ -581,7 +581,7 @@ class FloatTwin:
     """Iterates over the first stage of each layer in the quantized model, with its stage in the float model or None.
 
     Args:
-        parts: the module that a layer changes, by the name of the layer.
+        parts: by the name of a layer, the module whose parameters the caller changes at the stage.
         with_float: the layers that get a stage of the float model, which does not run if there are none.
         floats: the batches of the float model, by the same numbers, if they differ from `batches`.
     """

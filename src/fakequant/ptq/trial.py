@@ -45,7 +45,7 @@ from fakequant.restore import Restore, in_order, restore_after, state_of
 METHODS = (DEFAULT_METHOD, "max", "percentile")
 """The methods of calibration that are tried; "entropy" was the worst of all for integers."""
 _WORTH = 1.25
-"""The factor by which a change that lowers the error may enlarge the model, which ought to be small."""
+"""A change that lowers the error may enlarge the model by at most this factor, as models ought to be small."""
 
 
 class Variant(NamedTuple):
@@ -183,7 +183,7 @@ class Preparation(NamedTuple):
         return cls(example, inputs, target, folds)
 
     def target_for(self, preset: str | Config) -> str | None:
-        """The target for a preset; None for one without static inputs if the engine places quantizers."""
+        """The target for a preset; None if the engine places quantizers, but the preset has no static inputs."""
         return self.target if not places(self.target) or has_static_inputs(preset) else None
 
 
@@ -343,8 +343,8 @@ class NextStep:
     """The changes tried on a model, and the one that helps most.
 
     Attributes:
-        error: of the output before each change, as a share of its energy; of several outputs the mean share. Where
-            ranges come from calibration, and something was tried, these batches also set the ranges.
+        error: of the output before each change, as a share of its energy; of several outputs the mean share. If
+            changes were tried, static ranges come from the batches that make the changes.
         bytes: of all weights, quantized or not.
         judged: the batches that judged, as a part of a sentence.
         little: whether little is lost, so that nothing was tried against the error.

@@ -86,7 +86,7 @@ def blocks_of(model: nn.Module, name: str | None) -> dict[str, nn.Module]:
     chosen = max(lists, key=sizes.__getitem__) if name is None else name
     found = {join(chosen, key): block for key, block in lists[chosen].named_children()}
     if len(set(found.values())) < len(lists[chosen]):
-        raise ConfigError(f"{chosen} holds a block twice, which is called with the weights of another one")
+        raise ConfigError(f"{chosen} holds a block twice, but each must be called once; improve the model in memory")
     return found
 
 
@@ -180,7 +180,7 @@ def calls_of(model: nn.Module, blocks: Sequence[str], batches: KeptBatches, *, t
     for path, one, own in zip(blocks, found, recorder.found, strict=True):
         if not _same((one.args, one.kwargs), (own[first].args, own[first].kwargs)):
             raise ConfigError(
-                f"{path} gets more of an earlier block than its hidden states; improve the model in memory"
+                f"{path} gets more of an earlier block than the hidden states; improve the model in memory"
             )
         for value in (*one.args, *one.kwargs.values()):
             _check_plain(path, value)

@@ -177,7 +177,7 @@ def _filled(
     names = [name for name, *_ in shared]
     name = next((name for name in names if name in given), None)
     if name is None:
-        raise CheckpointError(f"{module_name(path)} has no values for {listed(names)}")
+        raise CheckpointError(f"{module_name(path)} has no values for {listed(names)}; give them by the files or load=")
     with _named_errors(path):
         values = given[name].detach()
     if values.shape != tensor.shape:
@@ -323,7 +323,8 @@ class Blocks:
         self.quantized = [bool(quantizers(block)) for block in blocks.values()]
         self._last = max((number for number, own in enumerate(self.quantized) if own), default=-1)
         if self._last < 0:
-            raise ConfigError(f"nothing is quantized in the blocks {next(iter(blocks))} to {[*blocks][-1]}")
+            paths = [*blocks]
+            raise ConfigError(f"nothing is quantized in the blocks {paths[0]} to {paths[-1]}; change the config")
         if self._outside:
             self._last = len(blocks) - 1  # the modules after the blocks need the outputs of all
 
@@ -413,8 +414,8 @@ class Blocks:
             if _needs_ranges(early.values()):
                 names = listed(dict.fromkeys(map(layer_of, early)))
                 raise ConfigError(
-                    f"{names}: their inputs have static ranges and run before the "
-                    "blocks; give them a dynamic range, or leave them in float"
+                    f"{names} run before the blocks, and their inputs have static ranges; give these inputs "
+                    "dynamic ranges, or leave the layers in float"
                 )
             self._floats = {number: call.hidden for number, call in self._calls.of_blocks[0].items()}
             own = calls_of(model, paths, self._batches, to_the_end=False) if early else self._calls
@@ -477,7 +478,7 @@ def _given(path: str, batches: KeptBatches) -> dict[int, Tensor]:
     for number, call in batches.numbered.items():
         tensors = float_tensors(call.output)
         if not tensors or tensors[0].shape != call.hidden.shape:
-            raise ConfigError(f"{path} gives no hidden states of the shape that it gets; improve the model in memory")
+            raise ConfigError(f"{path} returns no hidden states of the shape of its input; improve the model in memory")
         found[number] = tensors[0]
     return found
 
@@ -544,8 +545,8 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
             stay where the folder, `load` and the batches have them: on the CPU. With a device, a thread reads the next
             block meanwhile.
         blocks: the path of the list of modules whose items are the blocks; by default the largest one.
-        work: a new or empty folder for what is finished, or that of an earlier call; by default one in the target. What
-            this function wrote there is removed at the end.
+        work: a new or empty folder for finished blocks, or the folder of an earlier call; by default a folder in the
+            target. The files of this function in it are removed at the end.
         inputs, forward, mask: as for `calibrate`.
         group: the processes of torch.distributed that choose together, as for `improve`; the first one writes.
         max_shard_size: as for `deliver`.

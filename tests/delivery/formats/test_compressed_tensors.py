@@ -291,7 +291,7 @@ def test_scales_of_heads_in_a_row_are_read_as_they_are(tmp_path: Path) -> None:
 def test_scales_that_are_not_those_of_the_scheme_are_refused(tmp_path: Path) -> None:
     model = attending(f"{_FP8} {_HEADS}", query=False)
     folder = changed(fq.deliver(model, tmp_path / "a", "compressed-tensors"), {"strategy": "tensor"}, torch.flatten)
-    with pytest.raises(CheckpointError, match=r"0\.self_attn\.k_scale in .* has 2 numbers, and its scheme has one"):
+    with pytest.raises(CheckpointError, match=r"0\.self_attn\.k_scale in .* has 2 numbers, but its scheme has one"):
         fq.read(folder)
     folder = changed(fq.deliver(model, tmp_path / "b", "compressed-tensors"), {}, lambda x: x.repeat(2, 1, 1)[:3])
     with pytest.raises(ShapeError, match=r"key has a scale of shape \[1, 3, 1, 1\], which does not fit"):

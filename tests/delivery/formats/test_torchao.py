@@ -129,7 +129,7 @@ REFUSED = {
     "float4_e2m1fn per_block(-1:16)": "files have integers of 2 to 8 bits",
     "int8 per_channel(1)": "with scales of tensors, rows or groups of inputs",
     "int8 per_block(0:8,-1:8)": "with scales of tensors, rows or groups of inputs",
-    "int4 per_block(-1:24,pad)": "groups divide weights, and",
+    "int4 per_block(-1:24,pad)": "groups must divide the weight, but",
     "int8 per_channel(0) multiplier": "files multiply codes by scales",
     "uint4 per_block(-1:32) scale=float16 offset=float16": "without offsets in units of x",
 }

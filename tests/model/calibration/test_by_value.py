@@ -171,7 +171,7 @@ def test_files_of_other_programs_have_one_range(tmp_path: Path) -> None:
     model.decoder = nn.Identity()
     model = fq.prepare(model, "INT8")
     fq.calibrate(model, [{"x": torch.randn(2, 4), "decoding": flag} for flag in (False, True)], by="decoding")
-    with pytest.raises(ExportError, match="its ranges follow decoding, and files have one; calibrate without by="):
+    with pytest.raises(ExportError, match="follow decoding, but a file has a single range; calibrate without by="):
         fq.deliver(model, tmp_path / "out", "torchao")
 
 

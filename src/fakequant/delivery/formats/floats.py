@@ -1,10 +1,10 @@
 """FP8 of DeepSeek, Qwen and Mistral, MXFP4 of GPT-OSS, and NF4 of bitsandbytes.
 
-FP8 has tiles, or the whole weight, under scales that multiply codes. Source: transformers 5.23,
+FP8 has a scale, which multiplies codes, for each tile or for the whole weight. Source: transformers 5.23,
 `integrations/finegrained_fp8.py`; vLLM 0.32, `quantization/fp8.py`.
 
 MXFP4 has the experts of a layer in one tensor of codes and one of scales, and all else in float. A byte has two inputs,
-the first one in its low bits, under an exponent for 32. Source: transformers 5.23, `integrations/mxfp4.py`.
+the first one in its low bits; 32 inputs share an exponent. Source: transformers 5.23, `integrations/mxfp4.py`.
 
 NF4 has blocks of a flattened weight; the scales may be quantized, too ("nested"). A byte holds two codes, the first one
 in its high bits. Source: bitsandbytes 0.50, `QuantState`.

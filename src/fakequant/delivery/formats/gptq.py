@@ -54,8 +54,8 @@ class Gptq(LayeredFormat):
         points, add = unpack(words_of_points.contiguous().view(torch.uint8), bits, rows).T, _VERSIONS[layout]
         if given.get("sym") and bool((points + (1 - add) == half).all()):
             warn_user(
-                f"{module.folder.path} says that its zero points are those of version {2 - add}, and they are of "
-                f"version {1 + add}, as sym says; they are read so: mend checkpoint_format in its configuration"
+                f"{module.folder.path} says that its zero points are those of version {2 - add}, but sym says that "
+                f"they are of version {1 + add}, as which they are read; correct checkpoint_format in its configuration"
             )
             add = 1 - add
         points = points + add & (1 << bits) - 1  # [out, groups]

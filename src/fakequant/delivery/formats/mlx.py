@@ -3,7 +3,7 @@
 A weight [out, in] is three tensors: "weight", the codes of a row as a stream of bits in uint32; "scales" and "biases"
 [out, groups]. Its values are scale * code + bias with codes from 0 on. FP4 and FP8 have no biases, and scales of 8
 bits.
-`config.json` has one layout for all, and those of others by the paths of layers. Sources: mlx 0.32.4 (`mx.quantize`),
+`config.json` has one layout for all layers, and exceptions by the path of a layer. Sources: mlx 0.32.4 (`mx.quantize`),
 mlx-lm 0.32.2 (`utils.load_model`).
 """
 
@@ -239,7 +239,7 @@ class _MlxLm(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
         """The "logits" [rows, tokens, vocabulary] of token ids [rows, tokens]; other arguments change none."""
         if attention_mask is not None and not bool(attention_mask.all()):
-            raise VerificationError("it is given no padded rows; give batches without padding")
+            raise VerificationError("it runs only batches without padding; give such batches")
         with self._mx.stream(self._mx.cpu):
             return {"logits": _tensor(self._mx, self._model(self._mx.array(input_ids.numpy())))}
 

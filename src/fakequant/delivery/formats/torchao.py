@@ -202,7 +202,7 @@ def _class_of(spec: QuantSpec, shape: Sequence[int]) -> str:
     if not spec.arithmetic.is_linear or spec.offset is not None:
         return "files multiply codes by scales, without offsets in units of x"
     if len(shape) != 2 or any(size % by for size, by in zip(shape, block, strict=True)):
-        return f"groups divide weights, and {list(shape)} are no multiples of {list(block)}"
+        return f"groups must divide the weight, but its shape {list(shape)} is no multiple of {list(block)}"
     if spec.format == NVFP4_SPEC.format and block == (1, 16) and spec.scale == NVFP4_SPEC.scale:
         return NVFP4
     if not (block[0] == 1 or (whole and block[1] >= shape[1])):

@@ -43,7 +43,7 @@ from fakequant.restore import restore_after, restore_on_error, structure_of
 from fakequant.text import listed
 
 _TABLE = "fakequant.integrations.gguf_tokenizer"
-"""Registers the architectures: names of other people's models stand there alone."""
+"""The module that registers the architectures; it alone has names of other people's models."""
 
 MADE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors of a file that a model lacks: they are computed from the configuration of the model."""
@@ -116,9 +116,7 @@ def _refused(architecture: Architecture, config: Any) -> str:
     every = architecture.pattern
     wanted = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(len(kinds))]
     if list(kinds) != wanted:
-        return (
-            f"its layer_types are {kinds!r:.200}, but it is taken for granted that each {every}. attends to all tokens"
-        )
+        return f"its layer_types are {kinds!r:.200}, but llama.cpp expects {wanted!r:.200}"
     if not architecture.rotaries:
         return ""
     rotary, around = rotary_of(config), rotary_of(config, "sliding_attention")
@@ -340,7 +338,7 @@ _MIXTURES: dict[str, tuple[str, dict[str, list[_Choice]]]] = {
     "Q5_K_S": ("Q5_K", {}),
     "Q5_K_M": ("Q5_K", _MORE),
 }
-"""By mixture, the type of most weights, and by weight the exceptions: (in which layers, type), the first that holds."""
+"""By mixture, the type of most weights, and by weight the exceptions: (layers, type), the first that applies."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 _LAYERS_OF_70B = 80
 
@@ -549,7 +547,7 @@ class NamedTensors:
                 )
         first, *others = (self.file.tensors[place] for place in places)
         if any(one.kind != first.kind for one in others):
-            raise CheckpointError(f"{self.file.path}: {listed(places)} are of several types, and {name} has one")
+            raise CheckpointError(f"{self.file.path}: {listed(places)} are of several types, but {name} needs one type")
         if name in self.names.turned:
             return first
         if not others:

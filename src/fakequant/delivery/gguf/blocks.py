@@ -2,7 +2,7 @@
 
 Source: ggml-common.h and ggml-quants.c of llama.cpp, whose names the types have. Values, with q a code:
 d * q; d * q + m (Q4_1, Q5_1); d * sc * q - dmin * m (Q2_K, Q4_K, Q5_K); d * sc * q (Q3_K, Q6_K, IQ4_XS, whose codes
-count the values of a table); 2**(e - 127) * q (MXFP4). Products are exact in float32.
+index the values of a table); 2**(e - 127) * q (MXFP4). Products are exact in float32.
 
 Source: docs/gguf.md of ggml, tools/gguf-split of llama.cpp. Only little-endian files of versions 2 and 3 are read.
 """

@@ -70,7 +70,7 @@ class LlamaCpp(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
         """The "logits" [rows, tokens, vocabulary] of token ids [rows, tokens]; other arguments change none."""
         if attention_mask is not None and not bool(attention_mask.all()):
-            raise VerificationError("it is given no padded rows; give batches without padding")
+            raise VerificationError("it runs only batches without padding; give such batches")
         lib, rows = self._lib, list[Tensor]()
         for ids in input_ids.tolist():
             params = lib.llama_context_default_params()

@@ -410,9 +410,9 @@ def gptq_and_loss(
 
     With the damped moments L L^T, columns in reverse order, and the pull B L^T, the error of a row e of W - Q is
     |e L + b|^2 less |b|^2. Column k of e L + b is e_k L_kk + b_k plus the sum of e_i L_ik over the columns i > k, which
-    are chosen before it: so k comes near to W_k plus this by L_kk. These are the steps of GPTQ without the inverse that
-    it factors (arXiv 2507.18553); by how much columns miss what they want is the error. All is float32, as what the
-    operator rounds: the damping bounds the condition.
+    are chosen before it: so Q_k is W_k plus (that sum + b_k) / L_kk, rounded. These are the steps of GPTQ, but without
+    its inverse of the moments (arXiv 2507.18553); the error follows from the rounding errors of the columns. All is
+    float32, as are the numbers that the operator rounds: the damping bounds the condition.
     """
     order, unit, factor, added = moments
     diagonal = factor.diagonal()

@@ -22,7 +22,7 @@ _NOISE = 1e-6
 """A variance below this share of the mean square comes from the rounding of float32 products."""
 
 MOST_DRIFT = 0.5
-"""The largest variance of a drift, as a share of that of rows, with which the drift is used; unrelated rows have 2."""
+"""A drift is used up to this variance, as a share of the variance of the rows; between unrelated rows it is 2."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class InputSums:
         count: the number of rows of each group.
         drift: the sums over the drift of the rows; None without a drift.
         halves: the sums over two halves of the rows; empty if they are not kept. See `HalvedSums`.
-        made: a function: the sums with the drift of a slice of outputs, where all take too much memory for `drift`.
+        made: makes the sums with the drift of a slice of outputs, if the drift of all takes too much memory; else None.
 
     >>> sums = InputSums()
     >>> sums.add(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
