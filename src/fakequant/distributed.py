@@ -195,7 +195,7 @@ class Ranks:
         self.group = group
         self._failed, self._differ = error or CalibrationError, error or ConfigError
         self._is_told = False
-        """Whether the other processes need not hear of an error, because it is theirs or comes from the exchange."""
+        """Whether an error is not sent to the other processes, because they raised it or cannot receive it."""
 
     def all(self, value: Result) -> list[Result]:
         """The values of all processes, in the order of their ranks.

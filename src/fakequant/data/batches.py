@@ -484,7 +484,7 @@ class KeptBatches(Batches):
 
 
 _HELD, _MEASURED = 8, 4
-"""The most batches that are held back, as more judge no better; and the most that judge where none is held back."""
+"""The most batches that are held back (more judge no better), and the most that judge if none is held back."""
 
 
 class HeldOut(NamedTuple):

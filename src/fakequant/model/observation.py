@@ -384,7 +384,7 @@ class Observation:
     processes: Ranks = field(default_factory=lambda: Ranks(None))
     """The processes that calibrate together."""
     called: set[str] = field(default_factory=set)
-    """Layers that a batch called, if only with empty tensors."""
+    """Layers that a batch called, even if only with empty tensors."""
     batches: int = 0
     read: dict[str, str] = field(default_factory=dict)
     """Layers whose weight a module used in a batch without calling the layer, and the path of that module."""

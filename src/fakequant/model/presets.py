@@ -256,7 +256,7 @@ LLAMA_CPP_INPUTS = {
 LLAMA_CPP_CACHE = Rule(
     "*attn*", input=TensorConfig("float16 per_tensor scale=float8_e8m0fnu", dynamic=True), ops=("attention", "matmul")
 )
-"""llama.cpp's default cache of keys and values, and its products with them: both factors are rounded to float16.
+"""llama.cpp's default cache, and its products with the cached keys and values: both factors are rounded to float16.
 
 Add it by `with_rule`, and give `prepare` an example. Models of transformers compute these products as functions with
 `attn_implementation="eager"`; otherwise queries, keys and values alone are rounded.

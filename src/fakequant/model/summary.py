@@ -418,7 +418,7 @@ class Summary:
     bits_per_weight: float = 0.0
     """The bits of codes and scales for each quantized weight; 0.0 if there are none."""
     unsearched: int = 0
-    """The number of weights whose scales follow from the largest values, where `calibrate` would search better ones."""
+    """The number of weights whose scales follow from the largest values; `calibrate` would search better scales."""
 
     left = renamed("left", "unquantized")
 

@@ -71,7 +71,7 @@ def off(found: Collection[Quantizer]) -> Iterator[None]:
 
 
 _EAGER: dict[object, Any] = {}
-"""For each running `not_compiled`, torch's stance before the first of them: there is one for all threads."""
+"""For each running `not_compiled`, torch's stance before the first such context: all threads share the stance."""
 _EAGER_LOCK = RLock()  # one that an interrupted thread may take again
 
 
@@ -153,9 +153,9 @@ def training(model: nn.Module) -> Iterator[None]:
 _WEIGHT_HOOKS = (BasePruningMethod, SpectralNorm, WeightNorm)
 _NAMED = 8
 _FEW_BITS = 4
-"""Below this number of bits, scales by the largest magnitude are poor. Of the energy of a trained CNN's weights they
-lose 0.9 to 7.3 (1 bit: more than zeros would), 0.21 to 0.70 (2 bits) and 0.02 to 0.11 (3 bits), the best scales 0.25 to
-0.37, 0.08 to 0.16 and 0.01 to 0.05."""
+"""Below this number of bits, scales by the largest magnitude are poor. In a trained CNN, their error is 0.9 to 7.3 of
+the weights' energy (1 bit; zeros have 1), 0.21 to 0.70 (2 bits) and 0.02 to 0.11 (3 bits); that of the best scales is
+0.25 to 0.37, 0.08 to 0.16 and 0.01 to 0.05."""
 
 
 def weights_of(module: nn.Module) -> list[nn.Parameter]:
@@ -360,7 +360,7 @@ def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:
 
 
 _BIAS = 2.0**30
-"""The largest bias in steps of input scale times weight scale. As much of int32 remains for the sum of the products:
+"""The largest bias in steps of input scale times weight scale. The same range of int32 remains for the sum of products:
 66,000 of 127 * 127."""
 _SPAN = 2.0**-40
 """The smallest scale of a weight as a share of the largest: its products with scales of inputs are normal numbers."""
@@ -573,7 +573,7 @@ def untied(model: nn.Module, purposely: set[nn.Module]) -> str | None:
 
 _NAMED_WIDE = 3
 _MORE = 1.05
-"""Bits per weight beyond the narrowest codes that are worth a word: groups of 32 with a float32 scale take 1."""
+"""Bits per weight beyond the narrowest codes from which a note is given: groups of 32 with a float32 scale take 1."""
 
 
 class WeightBits(NamedTuple):

@@ -32,7 +32,7 @@ class Arithmetic(Enum):
     format, 128 the next power of two.
     """
     Q8_K = "q8_k"
-    """clamp(rint(x * m)), q * (1 / m) with m = 127 / a, the scale of Q8_0: its blocks of 256, `quantize_row_q8_K`."""
+    """clamp(rint(x * m)), q * (1 / m) with m = 127 / a, and Q8_0's scale: llama.cpp's blocks of 256, `quantize_row_q8_K`."""
 
     @property
     def is_linear(self) -> bool:
@@ -53,13 +53,13 @@ class Gradient(Enum):
     INPUT_RANGE = "input_range"
     """Where the input is in the range that the scale was made from, -amax <= x <= amax: NVIDIA.
 
-    If the scale was given, or calibrated earlier, the range is the one that it implies: amax = bound * scale.
+    If the scale was given, or calibrated earlier, the range is the one that the scale implies: amax = bound * scale.
     """
     IDENTITY = "identity"
     """Everywhere."""
     CLIP = "clip"
-    """Where the input lies between the values of the lowest and the highest code; at and beyond these the gradient goes
-    to scale and zero point, which get none from other inputs: PACT, arXiv 1805.06085.
+    """Where the input lies between the values of the lowest and the highest code; at and beyond these values the
+    gradient goes to scale and zero point, which get none from inputs between: PACT, arXiv 1805.06085.
     """
 
 
