@@ -224,7 +224,7 @@ def test_what_a_callback_cannot_do_is_said(tmp_path):
     def taught():
         return QATCallback("int8", CALIBRATION, teacher="float")
 
-    fails("returned no loss that the teacher's distance could join", [taught()], label_smoothing_factor=0.1)
+    fails("returned no loss to which the teacher's distance can be added", [taught()], label_smoothing_factor=0.1)
     fails("trains by another loss than the model's own", [taught()], cls=Smoothed)
     fails("already prepared", [taught(), QATCallback("int8", CALIBRATION)])
     prepared = fq.prepare(classifier(), "int8_per_token")

@@ -179,11 +179,11 @@ def test_what_no_weight_can_hold_is_refused(options, told):
 
 def test_other_uses_are_refused():
     quantized = fq.prepare(peft.get_peft_model(linear(), lora()), "int8")
-    with pytest.raises(ConfigError, match=r"0: its adapter is quantized by itself, at lora_A.*skip=\['\*lora_\*'\]"):
+    with pytest.raises(ConfigError, match=r"0: a layer of its adapter is quantized, at lora_A.*skip=\['\*lora_\*'\]"):
         train_merged(quantized)
     model = train_merged(peft.get_peft_model(based(), lora()))
     model.add_adapter("other", lora())
-    with pytest.raises(ConfigError, match="several adapters has no one merged weight"):
+    with pytest.raises(ConfigError, match="several adapters in a batch have no single merged weight"):
         model.eval()(X, adapter_names=["default"] * 8 + ["other"] * 8)
 
 

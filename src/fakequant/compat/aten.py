@@ -155,7 +155,7 @@ def fake_quantize_per_tensor_affine_cachemask_backward(grad: Tensor, mask: Tenso
         CallError: a RuntimeError, as torch raises for a mask of another dtype or size.
     """
     if mask.dtype != torch.bool:
-        raise CallError(f"the mask has dtype {mask.dtype}, expected torch.bool; give the one of the cachemask function")
+        raise CallError(f"the mask has dtype {mask.dtype}, expected torch.bool; give the cachemask function's mask")
     if mask.numel() != grad.numel():
         raise CallError(f"the mask has shape {list(mask.shape)}, but the gradient {list(grad.shape)}; they must agree")
     return grad_input(grad, mask)

@@ -92,7 +92,7 @@ class Style(str, Enum):
 _KEY = "fakequant"
 _LAYOUT_VERSION = 1
 _MOST_AXES = 64
-"""The maximum for numpy arrays."""
+"""The largest number of axes of a numpy array."""
 _LONGEST = 2**31
 """The bound of an axis length, because an ONNX file holds less than 2 GB."""
 
@@ -136,7 +136,7 @@ class SiteRecord:
         digest: SHA-256 of the constants.
         constants: names of the constants.
         scale_of_scales: name of the factor of the scale's codes; None if `scale` is the scale itself.
-        clip: the bounds of a Clip before it that the file does without, because the codes end there; else empty.
+        clip: the bounds of a Clip before the quantizer that was removed, as its codes end at these bounds; else empty.
     """
 
     quantizer: str

@@ -185,7 +185,7 @@ class SiteCheck:
         return math.prod(self._constants.constant(str(self.record.codes)).dims)
 
     def moved(self, generator: torch.Generator) -> Tensor:
-        """The weight plus rounding errors of other values of its size, as far from its codes as before rounding."""
+        """The weight plus the rounding errors of other values of about its size, as if it had not been rounded."""
         with self._fitting():
             weight, params = self._file_weight(torch.float32), self._file_parameters()
             others = weight * (1 - torch.rand(weight.shape, generator=generator, device="cpu") / 2)
@@ -206,7 +206,7 @@ class SiteCheck:
             ) from error
 
     def compare(self, values: Mapping[str, Tensor]) -> None:
-        """Compare the results in the file with torch's for the input in the file, and add them to the counts.
+        """Compare the results in the file with torch's for the input in the file, and count the results that differ.
 
         Raises:
             VerificationError: the shapes or dtypes belong to another model.
@@ -448,9 +448,9 @@ Values = Iterator[tuple[dict[str, Tensor], list[int]]]
 _UNITS = 8
 """How many units of the last place, of the largest value, a right file may differ by without a second look."""
 _FACTOR = 32
-"""How many times the effect of changed last bits a right file may differ by: sums of thousands of terms."""
+"""A right file differs by at most this multiple of the effect of changed last bits: sums have thousands of terms."""
 _ALIKE = 1e-3
-"""A call of the model matches a quantizer of the file if its input differs by at most this share of the largest."""
+"""A call in the model matches a quantizer in the file if inputs differ by at most this share of the largest value."""
 _HUGE = 2.0**100
 """Magnitudes from here on are masks, and do not count as the largest value."""
 _FAKE_QUANTIZE = torch.ops.fakequant.fake_quantize.default
@@ -661,7 +661,7 @@ class _Pass:
         return True
 
     def _see(self, span: Span, ours: Tensor, theirs: Tensor) -> None:
-        """Compare a tensor of torch with the file's; if last bits are changed, also measure how far they moved it."""
+        """Compare a tensor of torch with the file's; in a run with changed last bits, also measure their effect."""
         place = len(self.compared)
         difference, largest = _difference(ours, theirs)
         unit = torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0

@@ -141,7 +141,7 @@ def export_encodings(
 
     Raises:
         ExportError: as `export_onnx`; an unknown version; quantizers that encodings do not describe, or that give one
-            tensor two ranges, or a range to some of its readers: all are named. Nothing is written.
+            tensor two ranges, or quantize it for only some readers: all are named. Nothing is written.
         OutputError: a file cannot be written; raised before any work.
 
     >>> from tempfile import TemporaryDirectory
@@ -184,8 +184,8 @@ def read_encodings(
         inputs: which part of the example the model gets, as for `calibrate`.
 
     Raises:
-        ExportError: the file is damaged, has tensors that no quantizer reads, lacks some that one does, or has other
-            formats: the tensors are named. The model is unchanged.
+        ExportError: the file is damaged, has tensors that no quantizer reads, lacks tensors that a quantizer reads,
+            or has other formats: the tensors are named. The model is unchanged.
 
     >>> read_encodings(prepare(nn.Sequential(nn.Linear(4, 2)), "INT8_WEIGHT_ONLY"), torch.ones(1, 4), "no such file")
     Traceback (most recent call last):
@@ -211,7 +211,7 @@ def read_encodings(
     if lacking or unknown:
         said = [f"it lacks {listed(lacking)}"] if lacking else []
         said += [f"no quantizer of the model has {listed(unknown)}"] if unknown else []
-        raise ExportError(f"{source}: {'; '.join(said)}; prepare the model as the one that the encodings are of")
+        raise ExportError(f"{source}: {'; '.join(said)}; prepare the model as it was when the file was written")
     changes = dict[Quantizer, QParams]()
     for name, paths in names.items():
         for path_of_it in paths:

@@ -87,7 +87,7 @@ def counted(names: dict[str, int]) -> str:
 
 @contextmanager
 def as_simulated(model: nn.Module) -> Iterator[None]:
-    """A context for running a model in eval mode without gradients, after which its state is restored."""
+    """A context for running a model in eval mode without gradients; at the end the model's state is restored."""
     with restore_after(state_before(model)), evaluating(model), torch.no_grad():
         yield
 
@@ -134,7 +134,7 @@ def compared(
         if not row.sqnr >= LEAST:
             raise ExportError(
                 f"{file.engine} computes something else than the model, so nothing was written: {row}. Give an example "
-                "of finite numbers, and prepare with the engine as target=; if this stays, leave out layers to find "
-                "that which is computed otherwise"
+                "of finite numbers, and prepare with the engine as target=; if the results still differ, leave out "
+                "layers to find the layer that is computed differently"
             )
     return replace(file, outputs=rows)

@@ -94,7 +94,7 @@ _NEXT = "next_"
 
 
 def states(program: ExportedProgram) -> dict[str, str]:
-    """The buffers that a model writes and on whose earlier values its outputs depend, by the names of inputs for them.
+    """The buffers that a model writes, and whose earlier values its outputs depend on, by the names of their inputs.
 
     Raises:
         ExportError: the model writes a constant tensor that is not a buffer.

@@ -186,7 +186,7 @@ def input_records(model: ModelProto, program: ExportedProgram, state: Mapping[st
 
 
 def arguments(records: list[InputRecord], model: nn.Module | None) -> list[InputRecord]:
-    """The inputs that batches contain: all but the buffers, if the model, which has the buffers, is there.
+    """The inputs that batches contain: with a model all except its buffers, without a model all.
 
     Raises:
         VerificationError: the model lacks a buffer.

@@ -154,7 +154,7 @@ def _identity(site: EmittedSite) -> tuple[Any, ...]:
 def _idle_bounds(
     site: EmittedSite, clip: NodeProto, own: NodeProto, readers: Sequence[NodeProto], outputs: Collection[str]
 ) -> list[float]:
-    """The bounds of a Clip without which its readers give the same codes, because these end there; else empty."""
+    """The bounds of a Clip that can be removed, because the codes of all its readers end at them; else empty."""
     names = [name for name in clip.input[1:] if name]
     is_integer = isinstance(site.spec.format, IntegerFormat) and isinstance(site.spec.granularity, PerTensor)
     if len(names) < 2 or not is_integer or site.constant is None or not all(map(site.editor.is_constant, names)):

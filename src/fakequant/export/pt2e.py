@@ -177,7 +177,7 @@ def check_quantizers(active: Mapping[str, Quantizer], operators: type[Lowering])
 
 
 def refuse_early(export: str, operators: type[Lowering]) -> None:
-    """Make `prepare` refuse quantizers that a graph cannot express, for targets whose `Engine.export` is this name."""
+    """Make `prepare` refuse quantizers that a graph cannot express, for targets whose `Engine.export` is `export`."""
 
     def check(name: str, model: nn.Module) -> None:
         if name == export:
@@ -265,7 +265,7 @@ class Lowering:
 
     @classmethod
     def why_not_dynamic(cls, spec: QuantSpec) -> str | None:
-        """The reason why no operator takes such a range from the tensor; None if one does."""
+        """The reason why no operator computes this specification's range from the tensor; None if an operator does."""
         if spec.replace(arithmetic=_TOKENS.arithmetic, gradient=_TOKENS.gradient) == _TOKENS:
             return None
         return (
@@ -358,7 +358,7 @@ class Lowering:
     def _finish(self) -> None:
         """Also quantize before functions that move or pick values, if only one quantize node reads the result.
 
-        Quantizing twice, or picking before it, gives the same values.
+        Values do not change if they are quantized twice, or before they are picked instead of after.
         """
         target, names = self._ops.quantize_per_tensor.default, {f"aten::{name}" for name in moves()}
         nodes = list(self._program.graph.nodes)
@@ -488,7 +488,7 @@ class LoweringToInt8(Lowering):
 
     @staticmethod
     def why_not_codes(spec: QuantSpec) -> str | None:
-        """The reason why such codes cannot be an activation's, which are all codes of 8 bits; None if they can."""
+        """The reason why activations cannot have these codes instead of all codes of 8 bits; None if they can."""
         fmt = spec.format
         assert isinstance(fmt, IntegerFormat), "checked"
         all_codes = IntegerFormat.of(8, signed=fmt.signed)

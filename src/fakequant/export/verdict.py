@@ -201,7 +201,7 @@ class Row:
 
 @dataclass
 class Span:
-    """The input of a quantizer, or an output, of a file compared with torch's, computed from the same earlier values.
+    """A quantizer's input, or an output, compared between a file and torch, each from the same earlier values.
 
     Attributes:
         name: the path of the quantizer, or the name of the output.
@@ -480,8 +480,8 @@ class VerifyReport:
 def _is_lost(deployed: OutputRow, noise: OutputRow) -> bool:
     """Whether the default session's noise exceeds twice the noise of rounding to codes.
 
-    If only some codes differ, the noise stays about the same; by chance it grows if an output has few elements, which
-    the bound allows.
+    If only some codes differ, the noise stays about the same. For outputs of few elements the bound is higher, because
+    their noise may grow by chance.
     """
     by_rounding = 2 * (1 + noise.elements**-0.5) * noise.noise
     return deployed.noise > max(by_rounding, (_SUMS * deployed.eps) ** 2 * deployed.signal)

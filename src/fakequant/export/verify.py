@@ -151,7 +151,7 @@ class Evaluator:
 
 
 _TENSORS_PER_PIECE = 64
-"""The tensors that a piece returns; 512 blocks with four quantizers become 48 pieces, a session a few milliseconds."""
+"""How many tensors a piece returns: 512 blocks of four quantizers are 48 pieces, each a session of milliseconds."""
 
 
 Runtime = Session | Evaluator

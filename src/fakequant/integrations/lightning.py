@@ -61,7 +61,7 @@ class LightningQATCallback(Training, _lightning.Callback):
             return
         if not pl_module.automatic_optimization:
             raise ConfigError(
-                "a training_step with manual optimization calls backward itself, where no teacher can join; give "
+                "a training_step with manual optimization calls backward before a teacher's distance is added; give "
                 "teacher=None, and use fakequant.qat.Distillation in training_step"
             )
         step = pl_module.training_step

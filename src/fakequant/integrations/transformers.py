@@ -259,7 +259,7 @@ class QATCallback(Training, TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:  # pyright: ignore
         if model is not self._model:
             raise ConfigError(
-                "the Trainer made another model than it had when it was created, by model_init or a wrapper; give it "
+                "the Trainer made another model after its construction, by model_init or a wrapper; give the Trainer "
                 "the model itself, or prepare in model_init and give QATCallback no configuration"
             )
         stored = state.stateful_callbacks.get(_KEY)
@@ -304,7 +304,7 @@ class QATCallback(Training, TrainerCallback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if loss is None:
             raise ConfigError(
-                "the model returned no loss that the teacher's distance could join, as with label smoothing or "
+                "the model returned no loss to which the teacher's distance can be added, as with label smoothing or "
                 "compute_loss_func; leave these out, or train without teacher="
             )
         self._used = False
@@ -317,7 +317,7 @@ class QATCallback(Training, TrainerCallback):
         if not self._used:
             self._used = True
             raise ConfigError(
-                "the Trainer trains by another loss than the model's own, so that the teacher has no part in it; "
+                "the Trainer trains by another loss than the model's own, without the teacher's distance; "
                 "leave out compute_loss or compute_loss_func, or train without teacher="
             )
 
@@ -333,7 +333,7 @@ def _loops() -> list[FrameType]:
 
 
 def _share(model: Any, kwargs: Any) -> float | Tensor:
-    """The share of a batch in the loss of a step if the model divides by the items of all its batches; else 1."""
+    """The share of a batch in a step's loss if the model divides the loss by the items of all batches; else 1."""
     items, labels = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels", kwargs.get("labels"))
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
     names = getattr(unwrap(type(model).forward), "__code__", _share.__code__).co_names

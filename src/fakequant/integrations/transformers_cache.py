@@ -376,7 +376,7 @@ class FakeQuantCache(DynamicCache):
             elif any(self._count(wanted - pad) < self._count(length - pad) for pad in self._padding):
                 raise ConfigError(
                     f"to remove {-tokens_to_remove} positions, quantized ones would have to be in float again; call "
-                    "cache.activate_past_recording() before they are written, as assisted generation does"
+                    "cache.activate_past_recording() before positions are written, as assisted generation does"
                 )
         super().crop(tokens_to_remove)
         for index, layer in self._written():
@@ -399,7 +399,7 @@ class FakeQuantCache(DynamicCache):
 
 
 class _Past(NamedTuple):
-    """The keys and values of a layer with the new positions since the last `crop` in float."""
+    """The keys and values of a layer, in which the positions since the last `crop` are in float."""
 
     start: int
     """The length of the layer at that `crop`."""
@@ -437,8 +437,8 @@ def _tokens_in_group(quantizer: Quantizer, what: str) -> int:
         shape, group = granularity.group_shape(shape), group * blocks[_TOKENS]
         if group == 0 or blocks[_BATCH] != 1:
             raise ConfigError(
-                f"{quantizer.spec} gives {what} a range that other sequences, or the number of tokens in a call, "
-                "change: give each token or block of tokens its own, by per_token, per_block(-2:32), or @per_token for "
+                f"with {quantizer.spec} the range of {what} depends on other sequences, or on the number of tokens in "
+                "a call: give each token or block of tokens a range, by per_token, per_block(-2:32), or @per_token for "
                 "a scale of scales, or give calibrated quantizers, one for each layer"
             )
     return group

@@ -43,7 +43,7 @@ def capture(
         model: any module that torch.export can trace, prepared and calibrated or not quantized at all.
         example: an input, a tuple of inputs, or a dict of keyword arguments.
         inputs: which part of the example the model gets, as for `calibrate`: 0 for a loader's batch of (x, y).
-        dynamic_shapes: as for `torch.export.export`; such dimensions are -1. A length of 1 is doubled there.
+        dynamic_shapes: as for `torch.export.export`; such dimensions are -1. An example of length 1 in them is doubled.
         name: the name of the graph; by default that of the model's class.
 
     Returns:

@@ -98,7 +98,7 @@ def _functional(node: fx.Node) -> OpOverload | None:
 
 
 def needed(nodes: Sequence[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes on which results depend, and nodes that draw random numbers, which would shift later draws.
+    """The nodes on which results depend, and nodes that draw random numbers, without which later draws would differ.
 
     Checks and unread values are left out.
     """
@@ -163,8 +163,8 @@ def _operation(node: fx.Node, ids: dict[fx.Node, int]) -> IROp:
         users = ", ".join(str(user.target) for user in node.users)
         if "autocast" in users:
             raise GraphError(
-                "computes a part of the model under torch.autocast, which a graph cannot say; capture it "
-                "without, converted to one type such as by model.bfloat16()"
+                "computes a part of the model under torch.autocast, which a graph cannot express; capture "
+                "the model without autocast, converted to one type, such as by model.bfloat16()"
             )
         raise GraphError(
             f"{users or node.op} runs a part of the model as a graph of its own (control flow, or a change of "

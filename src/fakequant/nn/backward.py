@@ -29,7 +29,7 @@ from fakequant.ops import library
 from fakequant.ops.graph_operators import is_compiled_in_transforms, is_recorded, needs_tracing, quantize_as_node
 
 _AXES = {0: {-1: 0, 0: 1}, 1: {-1: 1, 0: 0}}
-"""The axes of an operand for the axes of a specification, by the axis of the operand that the product sums over."""
+"""By the axis of an operand that the product sums over: the operand's axis for each axis of a specification."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class GradientConfig:
     over tokens. In a specification axis -1 is the axis of the sum, and axis 0 the other one.
 
     Args:
-        gradient: of dy in both products; with `stochastic` in its text the gradient is unbiased. Infinity becomes NaN,
-            so that a GradScaler sees it.
-        input: of x in dW, applied to the input before its quantizer; None: x as quantized for the forward product.
-        weight: of W in dx, applied to the weight before its quantizer; None: W as quantized for the forward product,
-            which suits square blocks.
+        gradient: the specification of dy in both products; stochastic rounding keeps the gradient unbiased. Infinity
+            becomes NaN, so that a GradScaler sees it.
+        input: that of x in dW, before the quantizer of x; None: x as quantized for the forward product.
+        weight: that of W in dx, before the quantizer of W; None: W as quantized for the forward product, which suits
+            square blocks.
         hadamard: the block of a Hadamard matrix with random signs, by which both operands of a product are multiplied
-            along the axis of its sum before they are quantized, so that a large value is spread. It is done
-            where both are quantized here: in dW with `input`, in dx with `weight`; never in convolutions, which also
-            sum over positions. 0: never.
+            along the axis of its sum before they are quantized, so that a large value is spread. Only
+            if both operands are quantized here: in dW by `input`, in dx by `weight`; never in convolutions, which also
+            sum over positions. 0: no matrix.
 
     Raises:
         SpecError: no specification of the gradient, or one that cannot be read.
@@ -65,7 +65,7 @@ class GradientConfig:
     weight: QuantSpec | None = None
     hadamard: int = 0
     operands: dict[tuple[str, int], QuantSpec | None] = field(init=False, repr=False, compare=False)
-    """The specifications by operand, and by the axis of the operand, first or second, that the product sums over."""
+    """The specification by the operand's name, and by the axis of the operand (0 or 1) that the product sums over."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class Trained(nn.Module):
 
 
 class Factor(NamedTuple):
-    """A factor of a product, quantized and unquantized; the same tensor twice if only the first is needed."""
+    """A factor of a product, quantized and unquantized; twice the quantized tensor if gradients stay in float."""
 
     value: Tensor
     before: Tensor
@@ -275,7 +275,7 @@ class WeightedSum(ABC):
     """A product of an input with a weight that is a sum over channels, and its two backward products."""
 
     rotates: ClassVar[bool] = False
-    """Whether rows and outputs can be rotated by a matrix before the sum over them."""
+    """Whether a matrix can rotate the axes of rows and outputs, over which the backward products sum."""
 
     def padded(self, x: Tensor) -> Tensor:
         """The input with the padding that is added before the product."""
@@ -485,8 +485,8 @@ def multiplied(
         return product.output(x.value, weight.value, bias)
     if is_sharded(weight.before):
         raise ConfigError(
-            "gradients are quantized by the ranges of whole tensors, and parallelize_module shared this layer's out; "
-            "leave gradient= out of its rule, or share the model out by fully_shard"
+            "gradients are quantized by the ranges of whole tensors, but parallelize_module sharded this layer; leave "
+            "gradient= out of its rule, or shard the model by fully_shard"
         )
     if is_compiled_in_transforms():  # the gradient of a bias was 0
         raise ConfigError(

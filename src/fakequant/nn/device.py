@@ -1,10 +1,10 @@
 """Tensors that carry the integers which a device computes between two quantizers, through a forward in torch.
 
-In the execution of a device a quantizer gives a `DeviceTensor`: values for torch, and the codes that the device has. A
-function of such tensors keeps what the device keeps until it stores codes again: a product its exact sums, a sum of two
-tensors their codes. The next quantizer turns that into codes by the rule of the device, and gives their values.
-Gradients are those of the simulation. A function without a rule computes in float. Without gradients, values that the
-next quantizer overwrites are computed only where they are read.
+When a model simulates a device, a quantizer returns a `DeviceTensor`: values for torch, and the codes of the device. A
+function of such tensors adds to its result the integers from which the device will store codes: a product its exact
+sums, a sum of two tensors the codes of both. The next quantizer turns these integers into codes by the rule of the
+device, and returns their values. Gradients are those of fake quantization. A function without a rule computes in float.
+Without gradients, values that the next quantizer overwrites are computed only where they are read.
 
 No layer knows of this: `DeviceTensor` sees the functions of torch that layers and a user's `forward` call.
 """
@@ -185,7 +185,7 @@ class Sums(NamedTuple):
         return torch.addcmul(self.bias, self.sums.double(), self.of_weight * self.of_input).to(dtype)
 
     def once(self, key: tuple[Any, ...], to: CodeGrid, make: Callable[[], _Made]) -> _Made:
-        """The constants of a rule for a grid of codes, made once: from scales and bias, not from sums."""
+        """The constants of a rule for a grid of codes, made once; they depend on scales and bias, not on sums."""
         key = *key, id(to.scale), to.zero_point
         kept = {} if self.kept is None else self.kept
         if key not in kept:

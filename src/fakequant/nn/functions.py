@@ -86,7 +86,7 @@ def of_chain(args: Args, kwargs: Kwargs) -> str:
 
 
 def axes_of(equation: str, place: int) -> tuple[int, int]:
-    """The axes of one term of an equation: of its outputs (else 0), and of its sum (else -1); terms multiply in order.
+    """The axis of outputs (0 if none) and of the sum (-1 if none) in a term of an equation; terms multiply in order.
 
     >>> axes_of("bsd,dhk->bshk", 1), axes_of("ab,bc,cd->ad", 1)
     ((1, 0), (1, 0))
@@ -127,14 +127,14 @@ class Trait(Flag):
     SCALES = auto()
     """f(s x) = s f(x) for s > 0, in eval mode. The function may mix channels, as `mean`: callers check the output."""
     CHANNELS = auto()
-    """With one tensor and numbers, commutes with a rotation of channels; only for some arguments, as `reshape`: callers
-    check the model's output."""
+    """Commutes with a rotation of channels if other arguments are numbers, `reshape` only for some arguments, so that
+    callers check the model's output."""
     SUMS = auto()
     """Adds or joins tensors with the same channels."""
     FILLS = auto()
     """Writes values from elsewhere into a tensor."""
     EMPTY = auto()
-    """Reads no values, and returns zeros, which every quantized format has, or an empty tensor."""
+    """Reads no values, and returns an empty tensor, or zeros, which every quantized format has."""
     PRODUCT = auto()
     """A product that integer or low-precision units compute. Other functions are elementwise, normalisations or
     reductions, which run in float on most engines."""
@@ -143,13 +143,13 @@ class Trait(Flag):
     ATTENTION = auto()
     """Computes two products with a softmax between them, and may take a mask."""
     HEADS = auto()
-    """The last axis of the result is that of the operand which is summed along axis -2: the values of attention."""
+    """The operand that is summed along its axis -2, as the values of attention, gives the result its last axis."""
     SOFTMAX = auto()
     """Turns scores into probabilities; masked scores may be among them."""
     IDENTITY = auto()
     """Returns its input in eval mode; exported files leave the function out."""
     SHAPE = auto()
-    """May be called without a read of values, unless the result holds a tensor."""
+    """Reads no values, unless the result holds a tensor."""
 
 
 NO_TRAITS = Trait(0)
@@ -402,9 +402,9 @@ def _operators(function: SiteFunction, name: str) -> dict[str, CalledAs]:
 
 
 def einsum_operand(equation: str, name: str, place: int | None = None) -> SiteOperand:
-    """The operand of an `einsum`, with the axis of its outputs, which other operands do not have, and of its sum.
+    """The operand of an `einsum` for a term of its equation, with the axes that `axes_of` returns.
 
-    `place` is the index of its term in the equation; None: the index is at the end of `name`.
+    `place` is the index of the term; None: the index is at the end of `name`.
 
     >>> einsum_operand("bsd,dhk->bshk", "input_1")
     SiteOperand(name='input_1', position=2, keywords=(), channels=1, reduction=0, positions=0)

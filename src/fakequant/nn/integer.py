@@ -31,7 +31,7 @@ from fakequant.ops.products import PackedWeight
 
 
 class Watched:
-    """Shows registered functions the tensors inside a module's call, which torch's hooks do not reach."""
+    """Shows tensors inside a module's call to registered functions, because torch's hooks do not get these tensors."""
 
     _watching: Mapping[int, Callable[..., None]] = MappingProxyType({})
 
@@ -342,6 +342,6 @@ def _most(input: QuantSpec, other: QuantSpec) -> int:
 
 
 def _reach(spec: QuantSpec) -> int:
-    """The largest distance of a code from 0, or from a zero point."""
+    """The largest magnitude of a code minus its zero point, which is 0 for symmetric codes."""
     lowest, highest = int(spec.format.quant_min), int(spec.format.quant_max)
     return max(-lowest, highest) if spec.symmetric else highest - lowest

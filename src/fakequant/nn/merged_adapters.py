@@ -47,8 +47,8 @@ def train_merged(model: Model) -> Model:
         model: a model with adapters, whose layers are quantized and whose adapters are not.
 
     Raises:
-        ConfigError: an adapter that cannot be merged into a weight (DoRA and other variants, input dropout), or whose
-            layers are quantized themselves (names the layer, says what to do). The model is unchanged then.
+        ConfigError: an adapter with quantized layers, or an adapter that cannot be merged into a weight (DoRA and other
+            variants, input dropout). The message names the layer and the cure; the model is unchanged.
 
     >>> train_merged(nn.Sequential(nn.Linear(2, 2)))  # without adapters nothing changes
     Sequential(
@@ -60,7 +60,7 @@ def train_merged(model: Model) -> Model:
         own = [name for name in quantizers(layer) if not name.startswith("base_layer.")]
         if own:
             raise ConfigError(
-                f"{path}: its adapter is quantized by itself, at {own[0]}; call fakequant.prepare before "
+                f"{path}: a layer of its adapter is quantized, at {own[0]}; call fakequant.prepare before "
                 "get_peft_model, or with skip=['*lora_*']"
             )
         if not hasattr(layer, "get_delta_weight"):
@@ -105,7 +105,7 @@ class _Merged:
         if self.disable_adapters or self.merged or not active:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if kwargs.pop("adapter_names", None) is not None:
-            raise ConfigError("a batch of several adapters has no one merged weight; call the model once for each")
+            raise ConfigError("several adapters in a batch have no single merged weight; call the model once for each")
 
         def merged(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             return functional_call(_base(self), self.merged_tensors(active), (x, *args), kwargs)

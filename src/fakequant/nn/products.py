@@ -148,7 +148,7 @@ class MatrixProduct(Product):
     """The product of rows of an input with a weight [out, in], as in a linear layer."""
 
     readers: int = 1
-    """How many weights multiply the layer's first input, all changed by a transform; 0: no transform is possible."""
+    """How many weights multiply the layer's first input, so that a transform changes them all; 0: it can have none."""
 
     takes_parts: ClassVar[bool] = False
     """Whether the rows can be computed for some channels of the input at a time."""
@@ -165,7 +165,7 @@ class MatrixProduct(Product):
     """The reason why calls have a bias that algorithms cannot correct; None if there is no such bias."""
 
     reads: tuple[int, ...] = (0,)
-    """For each block of rows of the weight, the place in `inputs` of the input that the block multiplies."""
+    """For each block of rows of the weight, the index in `inputs` of the input that these rows multiply."""
 
     @property
     def is_matrix(self) -> bool:
@@ -183,7 +183,7 @@ class MatrixProduct(Product):
 
     @property
     def input_quantizer(self) -> Quantizer | None:
-        """The quantizer of the input, or None if its output goes to other weights, too, or there is none."""
+        """The quantizer of the input; None if there is none, or if other weights multiply the quantized input, too."""
         return self.layer.input_quantizer
 
     @property

@@ -1,8 +1,8 @@
 """A quantizer is off, shows tensors to a calibrator, or fake-quantizes them; it may hold fixed codes of a weight.
 
 peft freezes all parameters but the adapter's, and saves nothing else, except for modules of its class
-`AuxiliaryTrainingWrapper`, which say themselves what they save. A quantizer becomes one where peft is imported, so that
-its ranges train and are saved with the adapter, without a call of the user.
+`AuxiliaryTrainingWrapper`, which define what is saved of them. If peft is imported, a quantizer becomes such a module,
+so that its ranges train and are saved with the adapter, without a call of the user.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _Made = TypeVar("_Made")
 _UNUSUAL = (Proxy, StoredWeight)
 """Types of arguments that hold no numbers: a proxy of a tracer, and a weight that is stored as codes."""
 _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes to which a model with fixed codes may have been converted for a while."""
+"""Dtypes to which a model with fixed codes may have been converted, and back, which rounds its weights."""
 _TOLERATED = 0.1
 """Relative change of a group's largest magnitude that makes scales stale; gentle fine-tuning stays below."""
 KEY = "fixed_codes"
@@ -92,7 +92,7 @@ def magnitudes(spec: QuantSpec, weight: Tensor) -> Tensor:
 def weight_version(weight: Tensor) -> Any:
     """A value that differs after nearly every change of a weight: torch counts writes, except those through `data`.
 
-    peft merges adapters through `data`; so the first element is read, too, where that waits for no device.
+    peft merges adapters through `data`; so the value of a weight on the CPU also has its first element.
     """
     if type(weight) is not nn.Parameter or weight.is_inference():
         return type(weight)
@@ -200,7 +200,7 @@ def _state_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 
 MERGED = "trained_merged"
-"""The flag that an adapter was trained as merged: an attribute of a weight's quantizer, a key beside the adapter."""
+"""The flag of an adapter trained as merged: an attribute of the weight's quantizer, and a key beside the adapter's."""
 
 
 def join_adapters(quantizer: nn.Module) -> None:
@@ -319,12 +319,12 @@ class Quantizer(QuantizerPart):
 
     `scale` and `zero_point` are buffers (None until calibrated); the scale stays float32 in half precision. After
     `learn(method)` they are None, and the submodule `learned`, named by the method, holds parameters that training
-    moves. Where the range follows a value of the call, their first axis is that of its bins. The buffer `global_scale`
-    fixes, for a dynamic quantizer, 1 / the scale of the tensor, under which blocks have scales.
+    moves. If a value of the call chooses the range, the first axis of both is the bins of that value. The buffer
+    `global_scale` fixes, for a dynamic quantizer, 1 / the scale of the tensor, under which blocks have scales.
 
-    The buffer `fixed_codes` is None, or holds codes of the weight as integers in its shape, by a solver or a reader.
-    They are valid while the weight has their values, bit for bit. If quantizing the values gives the same codes, calls
-    quantize as usual, at no cost; otherwise each call compares the weight with the values.
+    The buffer `fixed_codes` is None, or holds the codes that a solver or a file chose, as integers in the shape of the
+    weight. Codes are valid while the weight has their values, bit for bit. If quantizing the values gives the same
+    codes, calls quantize as usual, at no cost; otherwise each call compares the weight with the values.
 
     >>> quantizer = Quantizer(QuantSpec("int8"))
     >>> quantizer.set_range(Range(torch.tensor([-1.27]), torch.tensor([1.0])))
@@ -575,7 +575,7 @@ class Quantizer(QuantizerPart):
         if fits and isinstance(granularity, PerBlock) and not granularity.pad and self.dynamic:
             return
         if torch.compiler.is_compiling():
-            raise ConfigError(f"{self.name}: call the model once before it is compiled, so that processes compare it")
+            raise ConfigError(f"{self.name}: call the model once before torch.compile, so processes compare inputs")
         found = gather(fingerprint(x.detach()), mesh.group)
         if any(one != found[0] for one in found):
             raise ConfigError(
@@ -638,8 +638,8 @@ class Quantizer(QuantizerPart):
                 if spec is self.spec:
                     return params
                 raise ConfigError(
-                    f"{self._title()} has ranges by {self.by_value.name}, and rows of one batch have other ranges, "
-                    f"which only simulation can do; give batches of one {self.by_value.name}, or call "
+                    f"{self._title()} has ranges by {self.by_value.name}, and rows of this batch need different "
+                    f"ranges, which only simulation can do; give batches of one {self.by_value.name}, or call "
                     'fakequant.set_execution(model, "simulate")'
                 )
             params = QParams(scale, self._buffers["zero_point"])
@@ -700,7 +700,7 @@ class Quantizer(QuantizerPart):
         Quantizer(int8 per_tensor, input, scale 0.01 to 0.02 [2], by timestep in 2 bins)
         """
         if self.kind is Kind.WEIGHT or self.dynamic or self.pinned or self.learned is not None:
-            raise ConfigError(f"{self._title()} has no ranges by a value: only fixed ranges of activations can be that")
+            raise ConfigError(f"{self._title()} cannot have ranges by a value: only fixed ranges of activations can")
         found = [qparams_of_range(fill_empty_groups(range, self.spec), self.spec) for range in ranges]
         points = [own.zero_point for own in found if own.zero_point is not None]
         table = QParams(torch.stack([own.scale for own in found]), torch.stack(points) if points else None)
@@ -790,7 +790,7 @@ class Quantizer(QuantizerPart):
             self.attach_learned(learned)
 
     def attach_learned(self, learned: LearnedRange) -> None:
-        """Learn by a `LearnedRange` whose parameters are set, or come from a state dict later."""
+        """Replace the range by a `LearnedRange`, whose parameters are set already, or are set later by a state dict."""
         self._take_away_learned()
         self.scale = self.zero_point = None
         self._method = learned.method
@@ -869,7 +869,7 @@ class Quantizer(QuantizerPart):
         tensor([[ 1.5000, -4.0000,  0.5000]], grad_fn=<...>)
         """
         if self.kind is not Kind.WEIGHT:
-            raise ConfigError(f"{self._title()} is that of an input, and codes are fixed for weights")
+            raise ConfigError(f"{self._title()} quantizes an input; only codes of weights can be fixed")
         if self.learned is not None:
             raise ConfigError(
                 f"{self._title()} learns its range, and codes need a fixed scale; call its stop_learning(), or "
@@ -952,8 +952,8 @@ class Quantizer(QuantizerPart):
     def values_of_codes(self, x: Tensor) -> Tensor | None:
         """The values of the fixed codes if `needs_codes(x)`, else None.
 
-        Codes are in the range of their format, so that x gets the whole gradient. The scale of codes that training
-        keeps gets the gradient times code - zero point.
+        Under `Gradient.CODE_RANGE` x gets the whole gradient, as no code is clipped. If training keeps the codes, their
+        scale gets the gradient times (code - zero point).
         """
         if self.keeps_codes:
             return reference.dequantize(self._stored(), self.qparams(x), self.spec, x.dtype)
@@ -982,7 +982,7 @@ class Quantizer(QuantizerPart):
         if self.spec != x.spec or not all(map(is_same, own, (x.scale, x.zero_point))):
             raise ConfigError(
                 f"the scale of {self.name or self} was set anew, but the codes of its weight are stored; call "
-                "fakequant.store_floats(model) before that"
+                "fakequant.store_floats(model) before the scale changes"
             )
         return x
 
@@ -1037,7 +1037,7 @@ class Quantizer(QuantizerPart):
             return values if stands else None
 
     def _converted(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The values of the codes, converted to each dtype of a model and then to `dtype`."""
+        """The values of the codes, converted to each dtype in `_CONVERTED` and then to `dtype`."""
         exact = self._values(torch.float32)
         return (exact.to(own).to(dtype) for own in _CONVERTED)
 
@@ -1067,7 +1067,7 @@ class Quantizer(QuantizerPart):
             raise ConfigError(
                 f"the codes of {self.name or self} are fixed, and quantizing its weight, which is sharded over "
                 "processes, may give others; call release_codes() on the quantizer, or shard no weight of this layer. "
-                "In a model that is compiled, call it once before, so that what quantizing gives is known"
+                "Call a model once before you compile it, so that it is known whether codes differ"
             )
         if not self._fits(x):
             return None
@@ -1149,9 +1149,9 @@ class Quantizer(QuantizerPart):
     ) -> None:
         """Load a fixed range, or a learned range by the method that the keys name.
 
-        A state without codes keeps the present codes, which are valid if the weight has their values. Codes stay under
-        a learned scale where the metadata of the state say so, or, without metadata, this quantizer. A quantizer with a
-        range for each bin refuses a state with one range or other bins.
+        A state without codes keeps the present codes, which are valid if the weight has their values. Whether codes
+        stay under a learned scale is read from the metadata of the state; without metadata, it does not change. A
+        quantizer with a range for each bin refuses a state with one range or other bins.
         """
         if state_dict.pop(prefix + MERGED, None) is not None and not vars(self).get(MERGED):
             warn_user(

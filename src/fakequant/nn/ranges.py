@@ -146,7 +146,7 @@ def has_tensor_scale(spec: QuantSpec) -> bool:
 def check_global_scale(global_scale: Tensor, spec: QuantSpec) -> None:
     """Raise QParamsError unless a global scale is float32 [1], finite and positive, and the specification has one."""
     if not has_tensor_scale(spec):
-        raise QParamsError(f"{GLOBAL_SCALE} fixes the scale of a tensor above those of blocks, which {spec} has not")
+        raise QParamsError(f"{GLOBAL_SCALE} fixes a scale of the tensor above those of blocks; {spec} has none")
     if global_scale.dtype is not torch.float32 or tuple(global_scale.shape) != (1,):
         raise QParamsError(f"{GLOBAL_SCALE} must be float32 [1], got {global_scale.dtype} {list(global_scale.shape)}")
     if not bool(global_scale.isfinite().all() and (global_scale > 0).all()):
@@ -154,7 +154,7 @@ def check_global_scale(global_scale: Tensor, spec: QuantSpec) -> None:
 
 
 def params_under(x: Tensor, spec: QuantSpec, global_scale: Tensor) -> QParams:
-    """The scales of the blocks of x under a global scale: codes of amax / bound * global_scale, over global_scale.
+    """The scales of the blocks of x: amax / bound * global_scale, rounded to the scales' format, over global_scale.
 
     The operations and their order are those of compressed-tensors, `calculate_qparams`.
     """
@@ -241,7 +241,7 @@ class LearnedRange(QuantizerPart, ABC):
         """The present scale and zero point, differentiable; `elements` of the tensor share a scale."""
 
     def vanished(self) -> tuple[int, int]:
-        """How many scales training drove to zero or below, which loses the values of their groups, and of how many."""
+        """How many scales training drove to 0 or below, where groups lose their values; and how many there are."""
         return 0, 0
 
     def fake_quantize(self, x: Tensor, params: QParams) -> Tensor:
@@ -334,8 +334,7 @@ def _not_positive(parameter: Tensor) -> tuple[int, int]:
 def _need_symmetric(method: str, spec: QuantSpec) -> None:
     if not spec.symmetric:
         raise ConfigError(
-            f"{spec} has a zero point, which {method!r} does not know; learn it with 'lsq_plus', or the step alone "
-            "with 'lsq'"
+            f"{spec} has a zero point, which {method!r} cannot learn; use 'lsq_plus', or 'lsq' to learn the step alone"
         )
 
 
@@ -577,7 +576,7 @@ class ByValue:
             )
         rows = value.detach().reshape(-1, 1).to(torch.float32)
         if _is_eager(rows) and bool(rows.isnan().any()):
-            raise ConfigError(f"the ranges follow {self.name}, which is NaN; no range is that of NaN")
+            raise ConfigError(f"the ranges follow {self.name}, which is NaN and chooses no range; give a number")
         return rows
 
     def bins_of(self, value: Any) -> Tensor:
@@ -714,8 +713,8 @@ def params_of_call(
     bins, shape, groups = by_value.now(), shape_of(x), params.scale.shape[1:]
     if bins is None:
         raise CalibrationError(
-            f"{named()} has ranges by {by_value.name}, which only a call of the model that was calibrated has: call "
-            "that model, not a part of it, and neither its forward nor a checkpointed part again in backward"
+            f"{named()} has ranges by {by_value.name}, which is known only in a call of the calibrated model: call the "
+            "model, not a part of it or its forward, and run no checkpointed part again in backward"
         )
     if bins.numel() == 1:
         expected = spec.granularity.group_shape(shape)

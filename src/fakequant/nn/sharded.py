@@ -92,7 +92,7 @@ def check_parts(name: str, spec: QuantSpec, x: Any, axes: Iterable[int]) -> None
     """
     if spec.rounding is Rounding.STOCHASTIC or isinstance(spec.format, TableFormat):
         raise ConfigError(
-            f"{name}: {spec} is not there for tensors that are shared out over processes; round to nearest in a format "
+            f"{name}: {spec} does not support tensors that are sharded over processes; round to nearest in a format "
             "without a table, or leave the layer out of the plan of parallelize_module"
         )
     for place in axes:

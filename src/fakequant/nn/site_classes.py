@@ -36,12 +36,12 @@ MakeMode = Callable[[Sites, nn.Module], SiteMode]
 
 
 def run_traced(run: Callable[[MakeMode], Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Run an owner in a trace; if its calls do not fit the plan, run it without calls that read only parameters.
+    """Run an owner in a trace; if its calls do not fit, try again without counting calls that read only parameters.
 
-    If these do not fit either, and contain the planned calls in exactly one way, the other calls stay in float, such as
-    a mask that is added only in a trace. The trace does not use the results of earlier tries. The SiteError of the
-    first try is raised if the calls never fit, or a try wrote to a tensor that existed before. `run` calls the owner's
-    `forward` under the mode that its argument makes.
+    If the counted calls do not fit the plan either, but contain the planned calls in exactly one way, the other calls
+    stay in float, such as a mask that is added only in a trace. The trace does not use the results of earlier tries. If
+    no try fits, or a try wrote to a tensor that existed before, the SiteError of the first try is raised. `run` calls
+    the owner's `forward` under the mode that its argument makes.
     """
     before = [*_tensors((args, kwargs)), *module.buffers()]
     versions = [x._version for x in before]
@@ -115,7 +115,7 @@ class _Aligned(SiteMode):
 
 
 def _earliest(planned: Sequence[str], called: Sequence[str]) -> list[int]:
-    """For each planned call, the first place in a trace, after that of the call before, that calls the function."""
+    """For each planned call, the first place of its function in a trace, after the place of the planned call before."""
     places: list[int] = []
     for place, name in enumerate(called):
         if len(places) < len(planned) and planned[len(places)] == name:
@@ -128,7 +128,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function whose calls of torch functions the calling owner must not count."""
+    """Wrap a function, so that the owner that calls it does not count the calls of torch inside it."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ def add_sites(module: nn.Module, sites: Sites) -> None:
             )
         raise ConfigError(
             f"{module_name(sites.owner)}: copies of a {type(module).__name__} would lose the quantizers of its "
-            "functions, because it says itself how it is pickled; leave its functions in float by "
+            "functions, because the class defines how it is pickled; leave its functions in float by "
             f"{float_rule(sites)}"
         )
     module._modules[SITES] = sites  # `add_module` would find those of a module inside, to which a wrapper delegates

@@ -125,13 +125,13 @@ SITES = "_sites"
 class Site(Watched, Trained):
     """The quantizers of one call of a function, one for each quantized operand; `output` quantizes the result.
 
-    Attention may also have a quantizer of its `probabilities`, and is computed as two products unless that is off.
+    Attention may also quantize its `probabilities`; unless that quantizer is off, it is computed as two products.
     Functions that watch a site see the operands by name, and all arguments, before they are quantized.
 
     Attributes:
         function: the canonical name.
         operands: the arguments that are float tensors in the planned call.
-        weights: the operands that are parameters and read by no other call, with their paths in the owner.
+        weights: the operands that are parameters which no other call reads, with their paths in the owner.
     """
 
     def __init__(
@@ -170,8 +170,8 @@ class Site(Watched, Trained):
                     named = mode.module.named_parameters()
                     own = next((name for name, one in named if one is found), "another parameter")
                     raise SiteError(
-                        f"{module_name(mode.sites.owner)}: a call of {self.function} reads {own}, and the call at this "
-                        f"place was planned with {path}, whose scales do not fit it: a branch calls the same functions "
+                        f"{module_name(mode.sites.owner)}: a call of {self.function} reads {own}, and the plan has "
+                        f"{path} for this call, whose scales do not fit {own}: a branch calls the same functions "
                         "in the same order. Move each branch into a module of its own, or leave the function in float "
                         "by a rule"
                     )
@@ -242,8 +242,8 @@ class Sites(nn.Module):
     def forward(self, *_: Any, **__: Any) -> Any:
         """Raise SiteError: a loop over all submodules of the owner would call this module, too."""
         raise SiteError(
-            f"{module_name(self.owner)} calls all modules that it holds, and with them the one of its quantizers, "
-            f"{SITES}; let it leave that out, or leave its functions in float by {float_rule(self)}"
+            f"{module_name(self.owner)} calls all modules that it holds, also {SITES}, which holds quantizers; let its "
+            f"forward skip {SITES}, or leave its functions in float by {float_rule(self)}"
         )
 
 
@@ -276,7 +276,7 @@ def is_operand(value: object) -> bool:
 
 
 def _first(args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The argument that an in-place function overwrites; for a function such as `addmm_` that is no operand."""
+    """The argument that an in-place function overwrites, which is no operand of some functions, such as `addmm_`."""
     return args[0] if args else kwargs.get("input", kwargs.get("self"))
 
 
@@ -386,7 +386,7 @@ def _context() -> tuple[bool, Any]:
 
 
 def _unchecked(change: Callable[..., Any], *args: Any) -> Any:
-    """Call `change` to push or pop a mode, which the same call of the model undoes before it ends.
+    """Call `change`, which pushes or pops a mode; before the model's call ends, another such call undoes this.
 
     torch.compile refuses changes of state from inside a checkpointed block, unless it is told to allow them.
     """

@@ -22,9 +22,9 @@ from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 
 CODES = "_codes"
-"""The suffix that makes, of a weight's name, the key of its packed codes in a state dict."""
+"""The suffix of a weight's name in the key of its packed codes in a state dict."""
 SPEC = "_codes_spec"
-"""The suffix for the text of the specification, as bytes, since files store only tensors, which do not tell it."""
+"""The suffix in the key of the codes' specification: bytes of its text, because files store only tensors."""
 _PACKED = 8
 """The largest width in bits of codes that are packed; wider codes are stored unpacked."""
 _CHUNK = 1 << 19

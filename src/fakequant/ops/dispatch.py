@@ -202,7 +202,7 @@ def plan_of(
 
 
 def plan_by(backend: Backend, kind: CallKind) -> KernelPlan:
-    """The plan of one backend for a kind of call, so that the masks it packed can be unpacked."""
+    """The plan of one backend for a kind of call: only the backend that packed a mask can unpack the mask."""
     key = backend, kind
     plan = _known.get(key) or _remember(key, backend.plan(kind))
     assert plan is not None, "backends have plans for all but ReLUs"

@@ -48,7 +48,7 @@ def is_compiled_as_node(x: Tensor) -> bool:
 
 
 def is_compiled_in_line(x: Tensor, spec: QuantSpec, params: QParams) -> bool:
-    """Whether a compiler gives the definition the right bits for this call, although `is_compiled_as_node`."""
+    """Whether a compiler computes the right bits of this call from the definition, even if `is_compiled_as_node`."""
     return (
         x.dtype == torch.float32
         and x.device.type in division.FUSED_DEVICES
@@ -161,7 +161,7 @@ def _found_in_backward(x: Tensor, dy: Tensor) -> Tensor:
     quantized in 0.08 ms. The compiled step of a network of six convolutions took 2.2 times as long as in float. It
     takes 1.05 times as long if the backward pass computes the mask from x. The cost is memory: x itself is saved
     between the passes, unless another operation saves it anyway; eager mode saves one bit per element. GPUs write bool
-    tensors as fast as others, and those take a quarter of the memory.
+    tensors as fast as others, and bool tensors take a quarter of the memory.
     """
     return torch.where(dy == 0, x, x) if x.is_cpu else x
 
@@ -497,7 +497,7 @@ _nodes: dict[Any, _Node] = {}
 
 
 def _node_of(of_x: tuple[Any, ...], scale: Tensor | None, zero_point: Tensor | None, text: str, by: str) -> _Node:
-    """The cached `_Node` for x of a dtype, device, shape and compiled strides (`of_x`), and for such parameters."""
+    """The cached `_Node` for dtype, device, shape and compiled strides of x (`of_x`), and those of the parameters."""
     of_scale = None if scale is None else (scale.dtype, scale.device, scale.shape, scale.is_contiguous())
     of_zero_point = None
     if zero_point is not None:

@@ -114,7 +114,7 @@ def _cannot_store(
 
 
 def in_turn(stored: ScaleSpec | None, groups: tuple[int, ...], order: tuple[int, ...] | None = None) -> int | None:
-    """How many neighbouring scales share an exact scale; 0 without a shared scale, None if they are not neighbours."""
+    """How many neighbouring scales share an exact scale; 0 without a shared scale, None if such scales are apart."""
     if stored is None or stored.granularity is None or not stored.is_exact:
         return 0
     blocks, count, whole = stored.granularity.block_shape(groups), 1, True

@@ -147,7 +147,7 @@ def fake_quantize_relu(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
 def fake_quantize_with_mask(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """`fake_quantize`, and a bool mask [shape of x] of where its gradient reaches x.
 
-    For libraries whose operators return the mask. Autograd keeps one bit per element, not this byte.
+    For libraries whose operators return the mask; for the backward pass autograd saves one bit per element instead.
     """
     if spec.rounding is Rounding.STOCHASTIC and params.seed is None:
         params = params._replace(seed=draw_seed())

@@ -76,7 +76,7 @@ def trial(
     """The reason why an operator that should sum codes exactly cannot be used, or None.
 
     Raises:
-        RuntimeError: out of memory, which says nothing about the operator, so that callers must not cache it.
+        RuntimeError: out of memory, which says nothing about the operator, so that callers must not cache this failure.
     """
     try:
         wrong = [
@@ -108,7 +108,7 @@ def linear_sums(codes: Tensor, zero_point: int, weight: Tensor) -> Tensor | None
 
 
 def _fit_int32(codes: Tensor, weight: Tensor) -> bool:
-    """Whether sums of products of such 8-bit codes surely fit in int32; False for empty tensors."""
+    """Whether both are 8-bit codes on one device, whose sums of products surely fit in int32; False if empty."""
     alike = codes.dtype in CODES and weight.dtype == torch.int8 and codes.device == weight.device
     return alike and codes.numel() > 0 and 0 < weight.numel() <= largest_inner_size(255, 128) * weight.shape[0]
 
@@ -475,7 +475,7 @@ def _sums(codes: Tensor, zero_point: int, weight: PackedWeight) -> Tensor:
 
 
 def _plain(codes: Tensor, zero_point: int, weight: PackedWeight) -> tuple[Tensor, ConvParams]:
-    """The codes and windows rewritten so that oneDNN computes them rightly: 0 of 17,000 random windows differed."""
+    """The codes and windows rewritten so that oneDNN computes exact sums, as it did for 17,000 random windows."""
     stride, padding, dilation, groups = weight.places
     if any(padding):
         codes = F.pad(codes, [n for n in reversed(padding) for _ in range(2)], value=zero_point)

@@ -311,17 +311,17 @@ def test_improve_comes_before_ranges_by_a_value() -> None:
 
 def test_parts_of_a_model_have_no_value() -> None:
     model, x = calibrated(), batches()[0]["x"]
-    with pytest.raises(CalibrationError, match="only a call of the model that was calibrated has"):
+    with pytest.raises(CalibrationError, match="known only in a call of the calibrated model"):
         model.first(x)
     with pytest.raises(RuntimeError, match="channels"):
         model(x[:, :1], 3)
-    with pytest.raises(CalibrationError, match="only a call of the model"):  # also after a call that failed
+    with pytest.raises(CalibrationError, match="known only in a call"):  # also after a call that failed
         model.first(x)
     whole = deepcopy(model)
     run = whole.first.forward
     whole.first.forward = lambda x: checkpoint(run, x, use_reentrant=False)
     x = x.clone().requires_grad_()
-    with pytest.raises(CalibrationError, match="a checkpointed part again in backward"):
+    with pytest.raises(CalibrationError, match="no checkpointed part again in backward"):
         whole(x, 3).sum().backward()
 
 

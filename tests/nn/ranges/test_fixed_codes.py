@@ -275,7 +275,7 @@ def learning() -> Quantizer:
         (lambda: quantizer_with(1e38), CODES, None, QParamsError, "times its scale give inf or NaN"),
         (lambda: quantizer_with(None), CODES, None, CalibrationError, "no fixed scale for codes; call calibrate"),
         (lambda: quantizer_with(None, dynamic=True), CODES, None, CalibrationError, "a static range"),
-        (lambda: quantizer_with(kind=Kind.INPUT), CODES, None, ConfigError, "is that of an input"),
+        (lambda: quantizer_with(kind=Kind.INPUT), CODES, None, ConfigError, "quantizes an input; only codes of"),
         (learning, CODES, None, ConfigError, "learns its range, and codes need a fixed scale"),
         (quantizer_with, CODES, torch.zeros(2, 3, device="meta"), ConfigError, "on the meta device"),
         (quantizer_with, CODES[:1], None, ShapeError, "does not fit"),

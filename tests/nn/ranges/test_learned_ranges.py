@@ -482,9 +482,9 @@ def test_compiled_gives_the_eager_bits() -> None:
         (
             "uint8",
             "pact",
-            r"x: uint8 per_tensor has a zero point, which 'pact' does not know; learn it with 'lsq_plus'",
+            r"x: uint8 per_tensor has a zero point, which 'pact' cannot learn; use 'lsq_plus'",
         ),
-        ("uint8", "tqt", "x: uint8 per_tensor has a zero point, which 'tqt' does not know"),
+        ("uint8", "tqt", "x: uint8 per_tensor has a zero point, which 'tqt' cannot learn"),
         (
             "int8 per_block(-1:4) scale=float8_e8m0fnu:floor",
             "lsq",

@@ -36,7 +36,7 @@ _SUMMED = 2.0**-16
 
 
 def percentile_amax(counts: np.ndarray, edges: np.ndarray, percentile: float) -> Tensor:
-    """The left edge of the bin in which the share of smaller magnitudes reaches the percentile, as a 0-d tensor."""
+    """The left edge of the bin with which the counts of this and all lower bins reach the percentile, a 0-d tensor."""
     shares = np.cumsum(counts / counts.sum())
     return torch.tensor(edges[np.searchsorted(shares, percentile / 100)].item(), device="cpu")
 

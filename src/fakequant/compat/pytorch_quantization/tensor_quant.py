@@ -123,7 +123,7 @@ class OperatorArguments(NamedTuple):
     params: QParams
     zero: Tensor | None
     """Whether each group becomes 0, [groups, axes kept]: integers with an amax of at most `SMALLEST_AMAX`, floats with
-    an infinite scale. The scale of such groups is 1. None if there are none."""
+    an infinite scale. The scale of such groups is 1. None if no group becomes 0."""
 
 
 def read_amax(amax: Tensor | float | None, x: Tensor, fmt: Format) -> OperatorArguments:
@@ -558,7 +558,7 @@ def tensor_quant(
 def fake_affine_tensor_quant(
     inputs: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
 ) -> Tensor:
-    """Inputs rounded to 2**num_bits values from about min_range to max_range, with 0.0 among them if in between.
+    """Inputs rounded to 2**num_bits values from about min_range to max_range; 0.0 is a value if it lies between.
 
     A gradient goes where min_range <= inputs <= max_range; the ranges get none.
 
@@ -693,6 +693,6 @@ def _zero_where(zero: Tensor, y: Tensor) -> Tensor:
 
 
 def _with_gradient(values: Tensor, y: Tensor) -> Tensor:
-    """The values with the gradient of y, which must be finite where the result is used."""
+    """The values with the gradient of y; y must be finite where the result is used."""
     # Subtracting +0.0 changes no value, not even -0.0.
     return values - (y.detach() - y)

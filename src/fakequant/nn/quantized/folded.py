@@ -33,11 +33,11 @@ _REMEMBERED = 16
 
 @torch.library.custom_op("fakequant::kept", mutates_args=(), schema="(Tensor x) -> Tensor")
 def _kept(x: Tensor) -> Tensor:
-    """A copy that a compiled backward pass keeps; recomputing it there raises, as running statistics have changed."""
+    """A copy of x, which a compiled forward keeps; ConfigError in backward, because statistics have changed."""
     if torch._C._current_graph_task_id() >= 0:
         raise ConfigError(
-            "torch.compile and torch.utils.checkpoint together compute a folded batch normalisation anew, of "
-            "statistics that have moved: use one of both, checkpoint other modules, or call freeze_batch_norm before"
+            "torch.compile with torch.utils.checkpoint computes a folded batch normalisation again, from statistics "
+            "that have changed: use only one of the two, checkpoint other modules, or call freeze_batch_norm before"
         )
     return x.clone()
 
@@ -165,7 +165,7 @@ class FoldedLayer(QuantizedLayer):
         if now is not norm and (now is None or inside(now) is not norm):
             raise ConfigError(
                 f"the batch normalisation that is folded into {norm.layer} was replaced by a {type(now).__name__}, "
-                "which would come on top of it; replace it before fold_batch_norm, as nn.SyncBatchNorm."
+                "which would normalise a second time; replace it before fold_batch_norm, as nn.SyncBatchNorm."
                 "convert_sync_batchnorm(model) does, or after merge_batch_norm"
             )
         return norm

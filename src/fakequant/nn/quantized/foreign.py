@@ -182,7 +182,7 @@ class _Llama4Experts(QuantizedLayer):
         return found
 
     def tokens(self, attribute: str, hidden_states: Tensor) -> Sequence[Tensor]:
-        """The inputs of each expert to one of its two products, before their quantizer, in such a call."""
+        """The rows that a weight of each expert multiplies, before their quantizer, in a call with these arguments."""
         own: Any = self
         x = hidden_states.view(own.num_experts, -1, own.hidden_size)
         return (x if attribute == "_gate_up_proj_weight_quantizer" else self._gated(self.quantized_input(x))).unbind()
@@ -207,7 +207,7 @@ _VISIBLE = ("batched_mm", "grouped_mm")
 
 
 class _Seen:
-    """A stand-in for the experts module in transformers' implementations: weights and activations are quantized."""
+    """Stands in for the experts module that transformers' functions read, with quantized weights and activations."""
 
     def __init__(self, experts: Any, first: str) -> None:
         self.config = experts.config
@@ -267,7 +267,7 @@ class QuantExperts(QuantizedLayer):
                 )
 
     def tokens(self, attribute: str, hidden_states: Tensor, top_k_index: Tensor, *_: Any, **__: Any) -> list[Tensor]:
-        """The inputs of each expert to one of its two products, before their quantizer, in such a call."""
+        """The rows that a weight of each expert multiplies, before their quantizer, in a call with these arguments."""
         first: Any = _first(self)
         experts: Any = self
         hit = _tokens_of_experts(top_k_index, experts.num_experts)

@@ -33,8 +33,8 @@ _made: dict[type[nn.Module], type[QuantizedLayer]] = {}
 def quantized_class(layer: nn.Module) -> type[QuantizedLayer] | None:
     """The quantized class for a float layer; None if there is none.
 
-    The class is the one that `quantizes` registered. A subclass of a registered layer that overrides no computation
-    gets a subclass of itself and of its base's quantized class.
+    The class is the one that `quantizes` registered. For a subclass of a registered layer that overrides no
+    computation, the class is made: it derives from the subclass and from the quantized class of the registered layer.
     """
     form = within_wrappers(type(layer), _form)
     return form if form is not None and form.takes(layer) else None

@@ -56,7 +56,7 @@ class GateProduct(MatrixProduct):
 
     @property
     def _seen(self) -> str:
-        """The name of the other factor: both directions share the inputs, but have separate hidden states."""
+        """The suffix of the rows' quantizer: both directions share the inputs, but have separate hidden states."""
         return self._ending.removesuffix("_reverse") if self._ending.startswith("ih") else self._ending
 
     @property
@@ -115,7 +115,7 @@ _PARAMS = "Tensor weight, Tensor? bias, Tensor? scale, Tensor? zero_point"
 
 
 def written_as_loops(why_not: str | None = None) -> AbstractContextManager[None]:
-    """A context in which layers call the loop operator where it supports their quantizers; `why_not` forbids it."""
+    """A context in which layers call the loop operator if it supports their quantizers, and never with `why_not`."""
     return set_to(_why_not, why_not)
 
 
@@ -262,9 +262,9 @@ def step(
 
 
 Show = Callable[[int, Sequence[Tensor], Callable[[StepQuantizers], Sequence[Tensor]]], None]
-"""A function that gets the index of a layer and direction, the inputs [n, in] of its steps, and a function `run`.
+"""A function called before a layer runs in a direction: with their index, the inputs [n, in] of steps, and `run`.
 
-`run(quantizers)` returns the hidden states [n, hidden] before each step. Weights changed here count in the real run."""
+`run(quantizers)` returns the hidden states [n, hidden] before each step. The layer runs with weights changed here."""
 
 
 def unroll(
@@ -419,7 +419,7 @@ def after_step(mode: str, x: Tensor, own: Tensor, hidden: Tensor, cell: Tensor) 
 
 
 _Rows = Callable[[], Tensor]
-"""Returns the rows of all steps; called only if a function watches."""
+"""Returns the rows of all steps; only watching functions call it."""
 
 
 def _names(suffix: str) -> tuple[str, str, str, str]:
@@ -433,9 +433,10 @@ def _names(suffix: str) -> tuple[str, str, str, str]:
 
 
 class Recurrent(Watched, QuantizedLayer):
-    """Base of recurrent layers; functions that `watch` registers get a weight quantizer's attribute, and its rows.
+    """Base of recurrent layers; functions that `watch` registers get a weight quantizer's attribute, and a function.
 
-    The rows, returned by a function, are [n, columns], [n, steps, columns] of a layer, or [1, rows, columns] if packed.
+    The function returns the rows that the weight multiplies: [n, columns] in a cell; [n, steps, columns], or packed
+    [1, rows, columns], in a layer.
     """
 
     product_class = GateProduct

@@ -89,8 +89,8 @@ class Tiling:
             most two runs. "eights": every eight elements lie in one run. "any": each element may be in another run.
         run: the length of runs if it is a power of two and the kind is "eights", else 0.
         columns: the number of groups side by side, if that is a power of two and each is one element wide; else 0.
-        one_row: whether runs have the numbers of their groups.
-        one_plane: else, whether a row contains all groups. Both are False if the kernel does not use them.
+        one_row: whether run i lies in group i.
+        one_plane: if not, whether a row contains all groups. Both are False if the kernel does not use them.
         wide: whether positions need 64 bits.
     """
 
@@ -154,7 +154,7 @@ class TilePlace:
         return one_row, not one_row and self.is_one_plane
 
     def is_in_one_pass(self, rule: ScaleChoice) -> bool:
-        """Whether each program has whole groups and whole bytes of the mask, so that it can compute their scales."""
+        """Whether a program can also compute scales, because it has whole groups and whole bytes of the mask."""
         runs_are_groups = self.columns == self.period and self.groups * self.run == self.elements
         return runs_are_groups and self.run % 8 == 0 and self.run <= LONGEST_RUN and rule.kind != "under_a_scale"
 

@@ -230,7 +230,7 @@ def choose_params(low, high, whole, CALL: tl.constexpr):
 
 @triton.jit
 def load_params(scale_or_whole, zero_point, low, high, group, inside, COMPUTE: tl.constexpr, CALL: tl.constexpr):
-    """Load or compute scale, reciprocal, zero point and range of groups; an unused result is the scale.
+    """Load or compute scale, reciprocal, zero point and range of groups; results without a use are copies of the scale.
 
     `scale_or_whole`: the scales; if `CALL.rule` computes them, the largest magnitude of all, or None. Then `low` and
     `high` are magnitudes, too.
@@ -423,7 +423,7 @@ def magnitudes(v, inside):
 
 @triton.jit
 def places_of_sweep(step, n, run, columns, period, steps, SWEEP: tl.constexpr):
-    """Positions of a block [rows, width] with their validity, and its groups after reduction with theirs.
+    """Positions of a block [rows, width] and whether each is valid; groups of the reduced block and whether each is.
 
     The groups [rows] or [width] are the same in every step.
     """
@@ -463,7 +463,7 @@ def zeros_of(SWEEP: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "period", "steps"])
 def measure_kernel(x, low, high, whole, n, run, columns, period, steps, SWEEP: tl.constexpr):
-    """Raise patterns [groups] to the magnitudes of highest and lowest values (all values if `low` is None)."""
+    """Raise patterns [groups]: `high` by positive values, `low` by negative values; without `low`, `high` by all."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     lowest = zeros_of(SWEEP, high.dtype.element_ty)
     highest = zeros_of(SWEEP, high.dtype.element_ty)

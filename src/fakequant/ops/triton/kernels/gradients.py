@@ -105,7 +105,7 @@ def largest_kernel(
     dy, x, by_scale, by_zero_point, scale, zero_point, low, high, table, words, seed, seed_value: tl.int64,
     groups: tl.int64, n, run, columns, period, steps, CALL: tl.constexpr, SWEEP: tl.constexpr,
 ):  # fmt: skip
-    """The first pass: the largest exponent of each group's products, from which digits count."""
+    """The first pass: the largest exponent of each group's products, which decides the place of the first digit."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     params = params_of_sweep(scale, zero_point, low, high, n, run, columns, period, steps, CALL, SWEEP, COMPUTE)
     field0 = zeros_of(SWEEP, tl.int64)
@@ -129,7 +129,7 @@ def largest_kernel(
 
 @triton.jit
 def power_of(field):
-    """The power of 2**30 above numbers with an exponent field; adding 1020 makes the division round down."""
+    """The least p with 2**(30 * p) above numbers of an exponent field; adding 1020 makes the division round down."""
     return (field - 1022 + 29 + 1020) // 30 - 34
 
 
@@ -140,7 +140,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def halved_scale(sums, group, there, SWEEP: tl.constexpr):
-    """The square root of the factor that brings the first digit of the groups' products before the point."""
+    """The square root of the factor by which the integer part of the groups' products becomes their first digit."""
     half = power_of_two((1 - power_of(tl.load(sums + group, mask=there, other=0))) * 15)
     if SWEEP.across:
         return half[None, :]

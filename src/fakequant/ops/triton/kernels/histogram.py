@@ -81,7 +81,7 @@ def observe_kernel(
 
 @triton.jit
 def end_of(key):
-    """The number of a key: 0.0 for -0.0, and NaN if it is not finite."""
+    """The number of a key: 0.0 for -0.0, and NaN for numbers that are not finite."""
     v = number_of(key_of(key))
     return tl.where(tl.abs(v) < float("inf"), v + 0.0, float("nan"))
 

@@ -86,7 +86,7 @@ def round_plainly(v):
 def round_to_float(v, CALL: tl.constexpr):
     """Round to multiples of 2**(e - M) for 2**e <= |v| < 2**(e + 1), by adding and subtracting c = 2**(e + 23 - M).
 
-    That is the spacing of floats just above c. First |v| is limited to twice the largest value, so that c is finite.
+    Floats just above c have this spacing. First |v| is limited to twice the largest value, so that c is finite.
     """
     magnitude = tl.abs(v)
     limit: tl.constexpr = 2.0 * CALL.quant_max
