@@ -379,8 +379,8 @@ def quantizers_of(
 
 PEAK = 44.0
 """The ratio of an input's largest magnitude to its root mean square from which 8 bits leave less than 20 dB, by uniform
-noise of a step of peak / 127. MiniLM-L6 has 89, and keeps 15 dB of its output by `int8`, 23 by `int8_per_token`; a ViT, a
-byte transformer, Fracast-0, CREPE and a perceptron have at most 24, and keep 34 and more."""
+noise of a step of peak / 127. MiniLM-L6 has 89, and keeps 15 dB of its output by `int8`, 23 by `int8_per_token`; a ViT,
+a byte transformer, Fracast-0, CREPE and a perceptron have at most 24, and keep 34 and more."""
 _FEWER = 2.0
 """The ratio of the largest value to the root mean square of tokens' largest from which scales per token gain 6 dB."""
 

@@ -32,7 +32,7 @@ class Arithmetic(Enum):
     format, 128 the next power of two.
     """
     Q8_K = "q8_k"
-    """clamp(rint(x * m)), q * (1 / m) with m = 127 / a, and Q8_0's scale: llama.cpp's blocks of 256, `quantize_row_q8_K`."""
+    """clamp(rint(x * m)), q * (1 / m) with m = 127 / a and Q8_0's scale: blocks of 256, `quantize_row_q8_K`."""
 
     @property
     def is_linear(self) -> bool:
