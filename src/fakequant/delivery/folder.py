@@ -279,7 +279,7 @@ class FileNames:
     """Converts tensors of a model to tensors of files and back: of stacked experts, files have one tensor for each.
 
     Args:
-        held: the names in a file that is read: a file of a model with a head has the base model below a prefix.
+        held: the names in a file that is read, from which the prefix follows; empty for a file that is written.
 
     Attributes:
         prefix: of the names in the file.

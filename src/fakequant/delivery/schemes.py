@@ -207,9 +207,9 @@ def _activation_args(config: TensorConfig, columns: int) -> Args | str:
         return f"scales of activations are float32, or {_POWERS} for groups of 32"
     if config.dynamic and not _is_their_rule(spec, args):
         return (
-            "programs take other scales of dynamic ranges: vLLM for INT8 amax / 127 and its reciprocal, the preset "
-            "W8A8_DYNAMIC, transformers for integers amax / (2**bits - 1) * 2, for floats under "
-            f"powers of two {_POWERS}:even, and of 8 bits {_POWERS}:even_fp4"
+            "programs compute dynamic scales in other ways: vLLM of INT8 by amax / 127 and its reciprocal (preset "
+            "W8A8_DYNAMIC), transformers of integers by amax / (2**bits - 1) * 2, and powers of two of floats by "
+            f"{_POWERS}:even, with 8 bits by {_POWERS}:even_fp4"
         )
     is_fixed = not config.dynamic and spec.arithmetic is not Arithmetic.DIVIDE
     return "programs divide activations by their scale" if is_fixed else args

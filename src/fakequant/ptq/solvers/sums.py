@@ -214,7 +214,7 @@ class InputSums:
         return found.with_drift_about_mean(self)
 
     def with_drift_about_mean(self, sums: InputSums) -> InputSums:
-        """These sums about means, with the drift of `sums` about its mean; `about_mean` made these from `sums`."""
+        """These sums, made by `sums.about_mean()`, with the drift of `sums` about its mean."""
         if sums.drift is None:
             return self
         drift = sums.drift.about_mean(sums.total, max(sums.count, 1))
