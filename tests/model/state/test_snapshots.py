@@ -94,7 +94,7 @@ def test_weights_of_functions_are_packed_like_those_of_layers(name: str, weight:
 def test_weights_that_no_codes_can_stand_for_are_named(tmp_path: Path) -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
     model = prepared(lambda: nn.Sequential(normed, Own((8, 8), lambda x, w: F.linear(F.linear(x, w), w))), X)
-    left = r"0\.weight: it is computed when the layer is called; 1\._sites\.linear_0\.weight: functions read it"
+    left = r"0\.weight: it is computed when the layer is called; 1\._sites\.linear_0\.weight: other functions"
     with pytest.warns(UserWarning, match=f"stores 3 of 3 quantized weights in float: {left}"):
         fq.save(model, tmp_path, packed=True)
 
