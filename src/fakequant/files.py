@@ -147,7 +147,7 @@ def write_in_order(files: Mapping[Path, bytes | Path], *, without_old: bool = Fa
     Args:
         files: their content, or the path of a `temporary_file` that has it.
         without_old: whether all old files are removed, the last one first, before the first new one appears: old and
-            new are never together, even after a kill. After an error the old are back. The caller locked the folder.
+            new are never together, even after a kill. An error restores the old. The caller must lock the folder.
 
     Raises:
         OutputError: a file cannot be written; if this is noticed before the first rename, all old files are unchanged.

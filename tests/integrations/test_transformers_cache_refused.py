@@ -45,9 +45,9 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="of the cache has 3 sequences, and the model writes 2"):
         generated(named(), cache_of("groups", torch.ones(3, 11)), prompt())
     for mask in ([1, 1, 1], [[1, 0, 1]], [[0, 1, 0, 1]]):
-        with pytest.raises(ConfigError, match="padding before and behind the tokens alone"):
+        with pytest.raises(ConfigError, match="padding only before and after the tokens"):
             cache_of("groups", torch.tensor(mask))
-        with pytest.raises(ConfigError, match="padding before and behind the tokens alone"):
+        with pytest.raises(ConfigError, match="padding only before and after the tokens"):
             cache_of("groups", mask)  # type: ignore[arg-type]
 
 

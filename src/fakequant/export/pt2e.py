@@ -224,8 +224,8 @@ def _grid(spec: QuantSpec, params: QParams, shape: tuple[int, ...]) -> _Grid:
     if where.block_size:
         if len(shape) != 2 or where.axis != 1 or shape[1] % where.block_size:
             raise ExportError(
-                f"{spec}: the operators have groups of one row of a matrix [out, in], of equal length, and the tensor "
-                f"is {list(shape)}; use per_channel, or groups whose length divides {shape[-1]}"
+                f"{spec}: the operators need a matrix [out, in] with equal groups along each row, and the tensor is "
+                f"{list(shape)}; use per_channel, or groups whose length divides {shape[-1]}"
             )
         times = [max(n, 1) for n in where.repeats] or [1] * len(shape)
         for axis, count in enumerate(times):

@@ -138,7 +138,7 @@ class _Known:
         self._owned = _memory(self.now)
 
     def values(self, readers: Mapping[fx.Node, fx.Node]) -> Iterator[tuple[fx.Node, Tensor]]:
-        """Yield each reader with a known source, and the value of the source at that point of the graph."""
+        """Yield each reader whose source is a known tensor, and the source's value at that point."""
         for node in self._program.graph.nodes:
             value = self.now.get(readers[node]) if node in readers else None
             if isinstance(value, Tensor):

@@ -449,8 +449,8 @@ def _padding(attention_mask: Tensor) -> list[int]:
     mask = torch.as_tensor(attention_mask).bool()
     if mask.dim() != 2 or bool(((mask[:, 1:] > mask[:, :-1]).sum(-1) + mask[:, 0] > 1).any()):
         raise ConfigError(
-            "the attention_mask of a cache has an axis of sequences and one of tokens, with padding before and behind "
-            f"the tokens alone; got one of shape {list(mask.shape)}"
+            "the attention_mask of a cache must be [sequences, tokens], with padding only before and after the tokens; "
+            f"got one of shape {list(mask.shape)}"
         )
     return (mask.cumsum(-1) == 0).sum(-1).tolist()
 

@@ -899,7 +899,7 @@ class Quantizer(QuantizerPart):
             self.needs_codes(weight)
 
     def release_codes(self) -> None:
-        """Forget fixed codes: calls quantize the weight again, whose values do not change."""
+        """Forget fixed codes but leave the weight's values; calls quantize it again."""
         self.fixed_codes = self._last_check = self._differs = None
         self._weight_pending = self._is_trained = self.keeps_codes = False
 

@@ -258,7 +258,7 @@ _FORMS: tuple[_Form, ...] = (lambda weight, scale: weight * scale, lambda weight
 
 
 def _forms(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, _Form]:
-    """By normalisation, the form of `_FORMS` that scales its output; those that no form scales are left out."""
+    """Map each normalisation to the one of `_FORMS` that scales its output; without such a form, omit it."""
     calls, hooks, found = dict[nn.Module, tuple[LayerCall, Any]](), list[Any](), dict[nn.Module, _Form]()
 
     def see(maker: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -483,7 +483,7 @@ class _Form(NamedTuple):
 
 
 def _form_of(norm: nn.Module, width: int) -> _Form | None:
-    """The form of a normalisation; None if it does not commute with rotations when its weight multiplies by 1.
+    """The form of a normalisation; None for another width, or if at gain 1 it does not commute with rotations.
 
     A LayerNorm commutes with them if the mean of its input is 0. Other classes are tried with random inputs.
     """

@@ -239,8 +239,8 @@ class _Recorder:
                 hook.remove()
         if self._fits and self._order != [*range(len(self._blocks))]:
             raise ConfigError(
-                f"the model calls its blocks in the order {self._order}, not each once in that of their list; name "
-                "other blocks=, or improve it in memory"
+                f"the model calls its blocks in the order {self._order}, not once each in the order of the list; "
+                "name other blocks=, or improve the model in memory"
             )
         return self._fits
 

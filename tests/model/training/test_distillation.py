@@ -349,7 +349,7 @@ def test_an_unknown_axis_and_a_regression_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"which axis of the logits \[2, 4, 4\]"):
         distance(square, square, square.argmax(1))
     assert distance(MAPS, MAPS, axis=1) == 0
-    with pytest.raises(ConfigError, match=r"the targets are \[4, 5\] numbers that are no shares of classes"):
+    with pytest.raises(ConfigError, match=r"targets of shape \[4, 5\] are not probabilities of classes"):
         distance(MAPS[:, :, 0, 0], MAPS[:, :, 0, 1], MAPS[:, :, 0, 0])
     assert distance(MAPS[:, :, 0, 0], MAPS[:, :, 0, 0], MAPS[:, :, 0, 0], axis=-1) == 0
     ages = torch.tensor([1, 2, 3, 4])
@@ -358,5 +358,5 @@ def test_an_unknown_axis_and_a_regression_are_refused() -> None:
         (MAPS[:, :1, 0, 0], ages / 7),
         (MAPS[:, :3, 0, 0], ages[:, None].expand(4, 3)),
     ):
-        with pytest.raises(ConfigError, match="numbers that are no shares of classes"):
+        with pytest.raises(ConfigError, match="are not probabilities of classes"):
             distance(own, own, labels)

@@ -261,8 +261,8 @@ class Distillation:
                 fits = {axis for axis, x in totals.items() if torch.allclose(x, torch.ones_like(x), atol=1e-2)}
             if not fits or shape[1:] == [1]:
                 raise ConfigError(
-                    f"the targets are {known} numbers that are no shares of classes, and distillation compares the "
-                    "softmax of outputs: give Distillation(features=...), or axis= if they are logits all the same"
+                    f"targets of shape {known} are not probabilities of classes, but distillation compares the softmax "
+                    "of outputs: give Distillation(features=...), or axis= if outputs are logits"
                 )
         if len(shape) < 3 or (not fits and len(shape) == 3):
             return -1

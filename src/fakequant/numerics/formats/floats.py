@@ -398,7 +398,7 @@ def count_of(format: Format) -> int:
 
 
 def patterns_of(codes: Tensor, format: Format) -> Tensor:
-    """Codes as int32 numbers from 0: the bit patterns of floats, indices of a table, integers less the lowest code."""
+    """Codes as int32 numbers from 0: bit patterns of floats, indices of a table, or integers minus the lowest code."""
     # A float of 16 bits has its sign in that of the int16 that stores it: only its bits count.
     whole = as_integers(codes.contiguous()).to(torch.int32) - lowest_of(format)
     return whole & (1 << format.bits) - 1 if format.grid.mantissa_bits is not None else whole

@@ -301,7 +301,7 @@ of its values: 31 GB for a whole head of 128,256 x 4,096."""
 
 
 def parts_of_outputs(shape: Sequence[int]) -> list[slice]:
-    """Slices of the outputs of a matrix [groups, outputs, columns], which are chosen one after the other.
+    """Slices of the outputs of a matrix [groups, outputs, columns]; codes are chosen slice by slice.
 
     A single group with many more outputs than columns, such as the head of a language model, has several slices.
 

@@ -463,7 +463,7 @@ def zeros_of(SWEEP: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "period", "steps"])
 def measure_kernel(x, low, high, whole, n, run, columns, period, steps, SWEEP: tl.constexpr):
-    """Raise patterns [groups]: `high` by positive values, `low` by negative values; without `low`, `high` by all."""
+    """Update maxima [groups] of |x| as bits: `high` for x >= 0, `low` for x < 0; without `low`, `high` for all x."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     lowest = zeros_of(SWEEP, high.dtype.element_ty)
     highest = zeros_of(SWEEP, high.dtype.element_ty)

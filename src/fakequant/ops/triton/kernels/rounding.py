@@ -109,7 +109,7 @@ def round_to_float(v, CALL: tl.constexpr):
 
 @triton.jit
 def reached_in_table(v, table, CALL: tl.constexpr):
-    """The index of the table's last value that v reaches, or 0; `table` has the values, then the starts of each."""
+    """The last index with v >= its start, or 0; `table` has all values, then the starts from index 1."""
     reached = tl.zeros(v.shape, tl.int32)
     for i in tl.static_range(8):
         tried = reached + (128 >> i)
