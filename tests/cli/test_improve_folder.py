@@ -71,7 +71,7 @@ def test_a_file_is_named_and_warnings_have_no_place(folder: Path, monkeypatch: p
     monkeypatch.setattr(gguf_tokenizer, "_tokenizer_of", lambda _: None)
     with warnings.catch_warnings(action="always"):
         done = invoke(*words)
-    assert f"\nWritten: {folder.parent / 'out' / 'model.gguf'}. Read it:" in done.output
+    assert f" Written: {folder.parent / 'out' / 'model.gguf'}. Read it:" in " ".join(done.output.split())
     assert "\nwarning: the file has no tokenizer" in done.output
     assert ".py:" not in done.output
 

@@ -228,7 +228,7 @@ def test_a_pattern_that_takes_for_ever_is_refused(name: str, place: str, folder:
         (group(config) if place == "targets" else config).update({place: [f"re:{pattern}"]})
 
     configured(folder, change)
-    with pytest.raises(CheckpointError, match=f"the pattern .* names layers, and has {reason}"):
+    with pytest.raises(CheckpointError, match=f"the pattern .* for names of layers has {reason}"):
         fq.read(folder, net())
 
 

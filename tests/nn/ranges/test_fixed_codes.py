@@ -442,7 +442,7 @@ def test_a_file_with_other_codes_than_its_weight_is_refused(tmp_path: Path) -> N
     fixed(model)
     state = fq.snapshot(model)
     for key, value, text in [
-        (f"{KEY}.fixed_codes", torch.zeros(4, 6, dtype=torch.uint8), "holds have other values"),
+        (f"{KEY}.fixed_codes", torch.zeros(4, 6, dtype=torch.uint8), "give other values than the stored weight"),
         (f"{KEY}.fixed_codes", torch.zeros(4, 6), "are torch.float32, but codes of near are stored as torch.uint8"),
         (f"{KEY}.fixed_codes", torch.zeros(6, 4, dtype=torch.uint8), r"\[6, 4\], but the weight of shape \[4, 6\]"),
     ]:
