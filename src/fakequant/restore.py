@@ -142,7 +142,7 @@ def state_of(modules: Iterable[nn.Module], device: str | None = None) -> Restore
     def restore() -> None:
         structure()
         for tensor, value in values:
-            # Of a sharded tensor the part of this process: the others may not be here to compare theirs.
+            # Each process compares its part of a sharded tensor: other processes may be elsewhere.
             own, before = (getattr(one.detach(), "to_local", one.detach)() for one in (tensor, value))
             if not torch.equal(own.to(before.device), before):
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():

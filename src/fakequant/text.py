@@ -6,8 +6,8 @@ import re
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from html import escape
 from itertools import zip_longest
 from textwrap import fill
@@ -49,37 +49,23 @@ def listed(names: Iterable[str], most: int = 4, what: str = "more", *, between: 
     return between.join(shown[:most]) + (ending if len(shown) > most else "")
 
 
-_LIMIT: ContextVar[int | None] = ContextVar("limit", default=None)
-
-
-@contextmanager
-def limited(width: int) -> Iterator[None]:
-    """A context in which tables, and text that is `fitted`, have lines of at most so many characters."""
-    token = _LIMIT.set(width)
-    try:
-        yield
-    finally:
-        _LIMIT.reset(token)
+LINE_WIDTH: ContextVar[int | None] = ContextVar("line width", default=None)
+"""The most characters of a line of tables, and of text that is `fitted`; None: without end."""
 
 
 def fitted(text: str) -> str:
-    """Text in lines as `limited` says, broken at spaces: words such as paths stay whole.
+    """Text in lines of `LINE_WIDTH`, broken at spaces: words such as paths stay whole.
 
-    >>> with limited(12):
+    >>> from fakequant.restore import set_to
+    >>> with set_to(LINE_WIDTH, 12):
     ...     print(fitted("Written: /a/longer/path.onnx now"))
     Written:
     /a/longer/path.onnx
     now
     """
-    width = _LIMIT.get()
-    if width is None:
-        return text
-    lines = (line if len(line) <= width else _at_spaces(line, width) for line in text.split("\n"))
-    return "\n".join(lines)
-
-
-def _at_spaces(line: str, width: int) -> str:
-    return fill(line, width, break_long_words=False, break_on_hyphens=False)
+    width = LINE_WIDTH.get() or sys.maxsize
+    broken = partial(fill, width=width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if len(line) <= width else broken(line) for line in text.split("\n"))
 
 
 def table(
@@ -101,7 +87,7 @@ def table(
         numbers: the columns that are aligned to the right.
         line: whether a line is drawn below the header, where it names a column.
         width: the most characters of a line; on a terminal at most its width, in a file or pipe by default without end;
-            `limited` holds, too.
+            `LINE_WIDTH` holds, too.
 
     >>> print(table([["layer", "dB"], ["0", "31.5"], ["head", "9"]], numbers=[1]))
     layer    dB
@@ -114,7 +100,7 @@ def table(
     """
     is_terminal = getattr(sys.stdout, "isatty", bool)()  # None and writers of users have none
     most = min(width or sys.maxsize, (is_terminal and shutil.get_terminal_size((0, 0)).columns) or sys.maxsize)
-    most = min(most, _LIMIT.get() or sys.maxsize)
+    most = min(most, LINE_WIDTH.get() or sys.maxsize)
     shown = [[*map(visible, row)] for row in rows]
     full = [row for row in shown if len(row) == len(shown[0])]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]

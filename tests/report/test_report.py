@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import fields, replace
+from html import escape
 from io import StringIO
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from fakequant.report import (
     write_report,
 )
 from fakequant.report.of_model import with_advice
-from fakequant.report.sections import blocks
+from fakequant.report.sections import SECTIONS, blocks, section
 from fakequant.report.terminal import print_report
 from tests.support.parsed_page import Page
 from tests.support.report_data import full
@@ -163,6 +164,18 @@ def test_a_missing_part_is_said_with_its_reason(part: str, section: Section) -> 
 def test_an_empty_report_says_all_is_missing() -> None:
     parsed = Page(render(ReportData("Nothing")))
     assert parsed.words.count("Missing: This run did not measure it.") == 7, "all but the two optional sections"
+
+
+def test_a_section_is_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    for heading in ("Largest <layers>", "Nothing"):
+        monkeypatch.setitem(SECTIONS, heading, None)  # which is removed after the test
+        monkeypatch.delitem(SECTIONS, heading)
+    section("Largest <layers>")(lambda data: "".join(escape(layer.name) for layer in data.layers))
+    section("Nothing", optional=True)(lambda _: "")
+    parsed, empty = Page(render(full())), render(ReportData("Nothing measured"))
+    assert parsed.headings == [*(s.value for s in Section), "Largest <layers>"]
+    assert "Missing: This run" in empty[empty.index('id="largest-layers-"') :]
+    assert "Nothing</h2>" not in empty
 
 
 def test_pages_need_no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def advise(  # noqa: PLR0913  the command's options
         given |= {"metric": loaded.metric, "floor": _floor(loaded, floor)}
         found = find_advice(model, loaded.calibration_batches(), progress=not quiet, **given)
     show("\n".join([str(found), *_said(loaded, task), ""]))
-    Console(soft_wrap=True).print(Text(_code(found, model, loaded, text, trust, recipe, task)))
+    show(_code(found, model, loaded, text, trust, recipe, task), whole=True)
     if found.interrupted:
         raise typer.Exit(130)
 
@@ -260,7 +260,7 @@ def search(  # noqa: PLR0913  the command's options
         f"{mix.measured:.2e} of its energy, predicted {mix.loss:.2e}"
     )
     show(table(mix.choices.items(), [figures]))
-    Console(soft_wrap=True).print(Text(command))  # whole, to be copied
+    show(command, whole=True)
 
 
 _START, _CHOOSE = "Start", "Choose presets"
@@ -362,7 +362,7 @@ def init(
 
     write_starter(recipe)
     show(f"Written: {recipe}. Edit what is marked EDIT, then:")
-    Console(soft_wrap=True).print(Text(f"fakequant quantize {recipe} --out quantized"))
+    show(f"fakequant quantize {recipe} --out quantized", whole=True)
 
 
 @app.command(rich_help_panel=_START)
@@ -390,7 +390,7 @@ def inspect(
     from fakequant.report.terminal import print_table
 
     if graph:  # whose lines are statements
-        Console(soft_wrap=True).print(Text(visible(graph_text(what), keep="\n")))
+        show(visible(graph_text(what), keep="\n"), whole=True)
         return
     inspection = look(what)
     print_table(Console(), inspection.title, inspection.header, inspection.rows)
@@ -465,7 +465,7 @@ def deliver(
     path = deliver_model(load_recipe(recipe, text, trust), checkpoint, out, format)
     words = ("fakequant", "verify", f"{path}", "--recipe", recipe, "--checkpoint", f"{checkpoint}")
     show(f"Written: {path}. Compare it:")
-    Console(soft_wrap=True).print(Text(shlex.join(words)))  # whole, to be copied
+    show(shlex.join(words), whole=True)
 
 
 @app.command("improve-folder", rich_help_panel=_QUANTIZE)

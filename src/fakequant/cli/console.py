@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 from fakequant.data.batches import BatchError, batch_of, counting, described, locate, one_line
 from fakequant.errors import FakeQuantError, RecipeError
 from fakequant.restore import set_to
-from fakequant.text import fitted, limited, visible
+from fakequant.text import LINE_WIDTH, fitted, visible
 
 LOADED: set[str] = set()
 """The files that were executed as recipes; a traceback of a user's error starts in one of them."""
@@ -38,40 +38,37 @@ _PIPED = 100
 """The characters of a line where there is no terminal, and COLUMNS does not say."""
 
 
-def show(text: str) -> None:
-    """Print the result of a command."""
-    Console(soft_wrap=True).print(Text(fitted(text)))
+def show(text: str, *, whole: bool = False) -> None:
+    """Print the result of a command; `whole`: without breaks of lines, to be copied."""
+    Console(soft_wrap=True).print(Text(text if whole else fitted(text)))
 
 
 class Commands(TyperGroup):
     """All commands; an error or a warning of this package is printed as one line, which a terminal breaks at spaces."""
 
     def invoke(self, ctx: Any) -> Any:
-        with limited(shutil.get_terminal_size((_PIPED, 0)).columns):
-            return self._invoked(ctx)
-
-    def _invoked(self, ctx: Any) -> Any:
-        try:
-            with _warnings_as_lines():
-                return super().invoke(ctx)
-        except FakeQuantError as error:
-            _print(f"error: {with_options(str(error))}", "bold red")
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt as interrupt:
-            _print(str(interrupt) or "interrupted", "bold red")
-            raise typer.Exit(130) from None
-        except Exception as error:  # errors of a recipe's code are named; others are raised
-            lines, trace = list[str](), error.__traceback__
-            while trace is not None and trace.tb_frame.f_code.co_filename not in LOADED:
-                trace = trace.tb_next
-            if isinstance(error, SyntaxError) and error.filename in LOADED:
-                lines = traceback.format_exception_only(error)
-            elif trace is not None:  # from the recipe's line on
-                lines = traceback.format_exception(type(error), error, trace, chain=False)
-            if not lines:
-                raise
-            _print("".join(lines).rstrip(), "bold red", fits=False)
-            raise typer.Exit(1) from error
+        with set_to(LINE_WIDTH, shutil.get_terminal_size((_PIPED, 0)).columns):  # errors are printed in it, too
+            try:
+                with _warnings_as_lines():
+                    return super().invoke(ctx)
+            except FakeQuantError as error:
+                _print(f"error: {with_options(str(error))}", "bold red")
+                raise typer.Exit(1) from None
+            except KeyboardInterrupt as interrupt:
+                _print(str(interrupt) or "interrupted", "bold red")
+                raise typer.Exit(130) from None
+            except Exception as error:  # errors of a recipe's code are named; others are raised
+                lines, trace = list[str](), error.__traceback__
+                while trace is not None and trace.tb_frame.f_code.co_filename not in LOADED:
+                    trace = trace.tb_next
+                if isinstance(error, SyntaxError) and error.filename in LOADED:
+                    lines = traceback.format_exception_only(error)
+                elif trace is not None:  # from the recipe's line on
+                    lines = traceback.format_exception(type(error), error, trace, chain=False)
+                if not lines:
+                    raise
+                _print("".join(lines).rstrip(), "bold red", fits=False)
+                raise typer.Exit(1) from error
 
 
 @contextmanager

@@ -510,7 +510,7 @@ class HeldOut(NamedTuple):
 
         Args:
             batches: numbered from 0.
-            every: one of so many batches is held back.
+            every: of each group of this many batches, one batch is held back.
             judge: other batches that judge, so that none is held back; `[]`: none judges.
         """
         if judge is not None:
@@ -573,7 +573,7 @@ def select_inputs(batch: Any, inputs: Inputs) -> tuple[Any, ...] | Mapping[str, 
         batch: what a data loader gives.
         inputs: an index, such as 0: this item of a tuple or list is the only argument, or if it is a mapping, the
             keyword arguments; a slice, such as slice(2): the two leading items are positional arguments; or a function
-            of the batch, which returns a tuple of positional arguments, a mapping of keyword ones, or one argument.
+            of the batch that returns positional arguments in a tuple, keyword arguments in a mapping, or one argument.
 
     Raises:
         ConfigError: another type of `inputs`, a batch that is no tuple or list, or one with fewer items.

@@ -305,15 +305,14 @@ class _Planner:
 
     def _streams(self) -> set[Any]:
         """The sites of sums that are read by normalisations, or by other such sums, alone."""
-        sites, others = set[Any](), set[Any]()
-        for call in reversed(self.flow.calls):
-            if call.function == "add" and self.target.floats_before:
-                sites.add(call.site)
-                readers, streams = self._readers(call), sites - others
-                norms = self.target.floats_before
-                if not readers or any(one.function not in norms and one.site not in streams for one in readers):
-                    others.add(call.site)
-        return sites - others
+        found, others, norms = set[Any](), set[Any](), self.target.floats_before
+        for call in reversed(self.flow.calls) if norms else ():
+            if call.function == "add":
+                readers = self._readers(call)
+                fits = readers and all(one.function in norms or one.site in found for one in readers)
+                (found if fits else others).add(call.site)
+                found -= others  # a site may be called several times
+        return found
 
     def _readers(self, call: FunctionCall) -> list[FunctionCall]:
         """What reads the result of a call, behind functions that keep its scale; none where it leaves the model."""

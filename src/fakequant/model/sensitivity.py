@@ -23,7 +23,7 @@ from fakequant.model.run.outputs import Distance, check_again, decibels, named_t
 from fakequant.model.summary import warn_of_new_layers
 from fakequant.model.weights import disabled, evaluating, modes, warn_stale_scales
 from fakequant.nn.device import plain
-from fakequant.nn.paths import join
+from fakequant.nn.paths import join, layer_of
 from fakequant.nn.quantized.layers import Add, MatMul, QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 from fakequant.nn.sites import Site
@@ -212,10 +212,10 @@ class Sensitivities(list[Sensitivity]):
         if not self.in_decibels or len(self) < _SEVERAL or self[0].value >= _COSTS:
             return ""
         first, *others = (10 ** (-one.value / 10) for one in self)
-        path = self[0].layer if self.each == "layer" else self[0].layer.rpartition(".")[0]
+        path = self[0].layer if self.each == "layer" else layer_of(self[0].layer)
         if first <= sum(others) or not path:
             return ""
-        times = f"{min(first / sum(others), 1000):.3g}" if sum(others) else "1000"
+        times = f"{first / sum(others):.3g}" if 1000 * sum(others) > first else "over 1,000"
         return (
             f"{self[0].layer} alone adds {times} times the error of all other {self.each}s together; "
             f"fakequant.prepare(..., skip=[{path!r}]) leaves {path} in float, in the engine, too"

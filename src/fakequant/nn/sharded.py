@@ -1,8 +1,7 @@
 """Quantizers under tensor parallelism: inputs are DTensors, or plain tensors that may be one process's part.
 
-The range of a DTensor is that of the whole tensor, in all processes. A plain tensor between layers that
-`parallelize_module` sharded may be the part of one process, without a mark; the range of a part differs from the range
-of the whole tensor.
+All processes give a DTensor the range of the whole tensor. Between layers that `parallelize_module` sharded, a plain
+tensor may be the part of a process, without a mark, and a part has a narrower range.
 """
 
 from __future__ import annotations

@@ -100,10 +100,10 @@ def _shown(value: Any, name: str) -> str:
 SAME_SIZE = 1.15
 """Models whose bytes differ by up to this factor are of one size: weights of 4 bits take 4.0 to 4.5 with scales."""
 _NO_HOPE = 25.0
-"""If the best preset of a size is so many decibels below the floor, nothing else is tried with this size, unless it is
-the best of all: other methods and `improve` gained at most 18 dB in the benchmarks."""
+"""Decibels below the floor from which a size gets no trial but its presets, unless one is the best of all: other
+methods and `improve` gained at most 18 dB in the benchmarks."""
 _LITTLE = 3.0
-"""Up to so many decibels below the floor, "best" is tried: it takes 7 times as long as "fast" for up to 1.5 dB more."""
+"""Decibels below the floor up to which "best" is tried: it takes 7 times as long as "fast" for up to 1.5 dB more."""
 _TWO = 2
 """How many presets of a size are tried with other methods, and with `improve`."""
 TIERS = ("presets", "calibration methods", 'improve "fast"', 'improve "best"')

@@ -144,11 +144,11 @@ def report(  # noqa: PLR0913  all but the first four by name
     are those of the arithmetic of an engine where `set_execution` has set it.
 
     The page advises a change that was tried: made by every second of the first eight batches, and judged by the error
-    of the output on the others; a single batch does both. A change that lowers the error must do so with the two parts
-    exchanged, too. It is compared with the model calibrated by its own method on the same batches, and the page shows
-    it, with the figures before and after, only where it helps; see `ptq/next_step.py`. Where little is lost, trials
-    take a run or two of these batches, else about two dozen, and, where ranges and presets do not halve the error, once
-    or twice the time of `improve(..., "fast")`.
+    of the output on the other batches; a single batch makes and judges. A change that lowers the error must do so with
+    the two parts exchanged, too. It is compared with the model calibrated by its method on the same batches. The page
+    shows it, with the figures before and after, only where it helps; see `ptq/next_step.py`. Where little is lost,
+    trials take a run or two of these batches, else about two dozen; and, where ranges and presets do not halve the
+    error, once or twice the time of `improve(..., "fast")`.
 
     Args:
         model: a calibrated model.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class ModelSource:
         files: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self.model, self._load, self._device, self.files = model, load, device, files or {}
-        self._read: dict[str, Mapping[str, Tensor] | BaseException] = {}
+        self._read: dict[str, Future[Mapping[str, Tensor]]] = {}
 
     @classmethod
     def of(cls, source: Any, load: Load | None, copies: Path, device: torch.device | None = None) -> ModelSource:
@@ -118,22 +117,16 @@ class ModelSource:
             return
         tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         names, default = [name for name, tensor in tensors if tensor.is_meta], torch.get_default_device()
-        done = SimpleQueue[Mapping[str, Tensor] | BaseException]()
 
-        def read() -> None:
-            try:
-                with nullcontext() if default.type == "cpu" else default:  # as in the thread of the caller
-                    given = self._given(path)
-                    with _named_errors(path):
-                        done.put({name: given[name].detach().to("cpu", copy=True) for name in names if name in given})
-            except BaseException as error:  # raised where the tensors are asked for
-                done.put(error)
+        def read() -> Mapping[str, Tensor]:
+            with nullcontext() if default.type == "cpu" else default:  # as in the thread of the caller
+                given = self._now(path)
+                with _named_errors(path):
+                    return {name: given[name].detach().to("cpu", copy=True) for name in names if name in given}
 
-        _thread.start_new_thread(copy_context().run, (read,))
-        try:
+        with ThreadPoolExecutor(1) as thread:
+            self._read[path] = thread.submit(copy_context().run, read)
             yield
-        finally:
-            self._read[path] = done.get()
 
     def tensor(self, path: str, name: str) -> Tensor:
         """A tensor of the module at a path, by its name in the module."""
@@ -141,11 +134,9 @@ class ModelSource:
             return self._given(path)[name]
 
     def _given(self, path: str) -> Mapping[str, Tensor]:
-        read = self._read.pop(path, None)
-        if isinstance(read, BaseException):
-            raise read
-        if read is not None:
-            return read
+        return self._read.pop(path).result() if path in self._read else self._now(path)
+
+    def _now(self, path: str) -> Mapping[str, Tensor]:
         with _named_errors(path):
             given = self._load(path)
         if not isinstance(given, Mapping):

@@ -237,7 +237,7 @@ def test_no_line_where_little_is_lost_or_nothing_stands_out() -> None:
     assert of(20.0, 40.0, 40.0).line == ""  # 1 % of the output's energy
     assert of(10.0, 12.0, 13.0).line == ""
     assert of(10.0, 30.0).line == ""
-    assert of(10.0, math.inf, math.inf).line.startswith("0 alone adds 1000 times")
+    assert of(10.0, math.inf, math.inf).line.startswith("0 alone adds over 1,000 times")
     by_metric = of(10.0, 30.0, 30.0)
     by_metric.in_decibels = False
     assert by_metric.line == ""

@@ -34,8 +34,6 @@ from fakequant.model.state.plan import LayerEntry, QuantizerEntry, SitesEntry, s
 from fakequant.model.state.snapshots import Made, QuantizedState, shared_names
 from fakequant.model.state.weight_codes import WeightCodes
 from fakequant.nn.paths import join
-from fakequant.nn.quantized.foreign import QuantConv1D
-from fakequant.nn.quantized.layers import QuantLinear
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.spec import QuantSpec
@@ -466,24 +464,26 @@ def computed_by_llama_cpp(model: nn.Module) -> Iterator[None]:
     """A context in which a model has `llama_cpp_inputs` and llama.cpp's sums; the model is restored afterwards."""
     with restore_after(structure_of([model])):
         llama_cpp_inputs(model)
-        for layer in model.modules():
-            weight = layer.weight_quantizer if isinstance(layer, (QuantLinear, QuantConv1D)) else None
-            if weight is None or not weight.quantizes:
+        for slot in weight_slots(model).values():
+            layer: Any = model.get_submodule(slot.path)
+            weight = getattr(layer, slot.attribute, None)
+            if not slot.input or slot.operand.is_stack or not isinstance(weight, Quantizer) or not weight.quantizes:
                 continue
             if weight.spec.offset is not None and weight.spec.scale.shared is None:  # Q4_1 and Q5_1
-                layer.register_forward_hook(_with_rounded_sums)
+                by_input = is_turned(slot.operand, layer.weight.shape)
+                layer.register_forward_hook(partial(_with_rounded_sums, by_input=by_input))
         with _LongSums():
             yield
 
 
-def _with_rounded_sums(layer: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
-    """Add the error of ggml's `quantize_row_q8_1`, which rounds the sums of blocks to float16."""
+def _with_rounded_sums(layer: Any, args: tuple[Tensor, ...], y: Tensor, *, by_input: bool) -> Tensor:
+    """Add the error of ggml's `quantize_row_q8_1`, which rounds block sums to float16; `by_input`: weight [in, out]."""
     codes, params = layer.input_quantizer.encoded(args[0])
     sums = codes.float().unflatten(-1, (-1, _BLOCK)).sum(-1)
     step = params.scale * (_BOUND + 1) / _BOUND
     gap = (step * sums).half().double() - step.half().double() * sums
     offsets = layer.weight_quantizer.qparams(layer.weight).zero_point
-    return (y.double() - gap @ (offsets if isinstance(layer, QuantConv1D) else offsets.mT).double()).to(y.dtype)
+    return (y.double() - gap @ (offsets if by_input else offsets.mT).double()).to(y.dtype)
 
 
 class _LongSums(TorchFunctionMode):

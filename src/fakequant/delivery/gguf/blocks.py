@@ -584,7 +584,7 @@ def spec_of(kind: str) -> QuantSpec:
 
 
 def for_rows(kind: str, columns: int) -> str:
-    """The type itself if rows of so many columns are whole blocks, else the type that llama.cpp stores instead."""
+    """The type itself if its block size divides `columns`, else the type that llama.cpp stores instead."""
     return kind if columns % LAYOUTS[kind].weights == 0 else _INSTEAD.get(kind, kind)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
@@ -546,7 +546,8 @@ def write_folder(
     total = sum(one or 0 for one in counts)
     with ExitStack() as stack:
         ready: dict[Path, bytes | Path] = {}
-        told = stack.enter_context(closing(_counter("writing tensors", None if None in counts else total, progress)))
+        told: Any = track(count(), "writing tensors", None if None in counts else total, progress)
+        stack.callback(told.close)
         for name, content in files.items():
             if (folder / name).parent != folder:
                 writable_folder((folder / name).parent)
@@ -564,10 +565,6 @@ def write_folder(
         stack.enter_context(locked(folder))  # only now: processes that gather tensors make them together
         check()
         write_in_order(ready, without_old=len(ready) > 1)
-
-
-def _counter(what: str, total: int | None, progress: bool | None) -> Generator[int, None, None]:
-    yield from track(count(), what, total, progress)
 
 
 def _counted(parts: Iterable[bytes | memoryview], told: Iterator[int]) -> Iterator[bytes | memoryview]:

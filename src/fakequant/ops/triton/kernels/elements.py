@@ -3,7 +3,7 @@
 Ranges of the finite values of groups are maxima of bit patterns.
 
 Without its sign bit, a float is an integer that rises with the magnitude. Maxima of integers do not depend on the order
-of the programs. inf and NaN count as 0.
+of the programs. A range treats inf and NaN as 0.
 """
 
 from __future__ import annotations
