@@ -71,7 +71,7 @@ EXCLUDED = (
 
 
 def test_every_exclusion_has_a_call_and_a_line_in_the_documentation():
-    page = (TESTS.parent / "docs" / "gpu.md").read_text()
+    page = (TESTS.parent / "docs" / "notes" / "gpu.md").read_text()
     assert len(EXCLUDED) == len(EXCLUSIONS)
     for (what, reason, applies), (spec, dtype, codes) in zip(EXCLUSIONS, EXCLUDED, strict=True):
         x = torch.ones(4, dtype=dtype)
