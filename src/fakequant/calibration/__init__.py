@@ -1,6 +1,7 @@
 """Calibration: from a stream of tensors to the range to quantize.
 
-An `Observer` collects, a `Calibrator` is an observer that computes a range. A method is a class that registers itself.
+An `Observer` collects statistics; a `Calibrator` is an observer that also computes a range from them. The class of a
+method, such as "mse", registers its name.
 """
 
 from fakequant.calibration.calibrator import (

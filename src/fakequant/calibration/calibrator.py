@@ -77,12 +77,12 @@ class Observer(ABC):
         """Update the state with a batch that `observe` has checked; one thread at a time, without gradients."""
 
     def merge(self, other: Observer) -> None:
-        """Update the state with all that another observer has seen, bit for bit as if this one had seen it.
+        """Update the state with all that another observer has seen, bit for bit as if this observer had seen it.
 
         Raises:
-            ConfigError: observers of this class do not merge, or the other has another method, specification or
-                resolution.
-            ShapeError: the other has other groups.
+            ConfigError: observers of this class do not merge, or the other has another method, specification or number
+                of bins.
+            ShapeError: the other observer has other groups.
         """
         raise ConfigError(f"{type(self).__name__} does not merge; its result depends on the order of the batches")
 
@@ -117,7 +117,7 @@ class Histogram(NamedTuple):
     """The counts of magnitudes of every group."""
 
     counts: Tensor
-    """int64 [groups, 2, bins]: bin k holds k * width <= |x| < (k + 1) * width, of negative x first."""
+    """int64 [groups, 2, bins], first of negative x: bin k counts the x with k * width <= |x| < (k + 1) * width."""
     exponent: Tensor
     """int32 [groups]: the width of a bin is 2**exponent, in units of x."""
     range: Range
@@ -217,7 +217,7 @@ class Calibrator(Observer):
         self.spec = as_spec(spec)
 
     def observe(self, x: Tensor) -> None:
-        """Observe a tensor; if `torch.vmap` wraps it, the values of all members."""
+        """Observe a tensor; if `torch.vmap` wraps it, observe the values of all members."""
         if not torch._C._are_functorch_transforms_active():
             super().observe(x)
             return
@@ -226,7 +226,7 @@ class Calibrator(Observer):
                 super().observe(one)
 
     def _joined(self, members: Tensor) -> list[Tensor]:
-        """Members [number, *shape] joined along an axis that has one group; a list of them if there is no such axis."""
+        """Members [number, *shape], joined along an axis that has one group; all members if there is no such axis."""
         shape, groups = members.shape[1:], self.spec.granularity.group_shape
         for axis in range(len(shape)):
             joined = members.movedim(0, axis).flatten(axis, axis + 1)
@@ -237,7 +237,7 @@ class Calibrator(Observer):
     def load_from(self, other: Calibrator) -> None:
         """Take over what a calibrator of any method has seen, with the same bits as if this calibrator had seen it.
 
-        Raises a ConfigError if the other has another specification or resolution, or collects too little.
+        Raises a ConfigError if the other calibrator has another specification or num_bins, or collects too little.
         """
         raise ConfigError(
             f"{type(self).__name__} cannot use what {type(other).__name__} saw; call fakequant.calibrate by this method"
@@ -247,7 +247,7 @@ class Calibrator(Observer):
     def compute_range(self) -> Range:
         """The range to quantize, in units of x, with as many axes as x; lo <= 0 <= hi, never wider than what was seen.
 
-        If all values seen are equal, it is exactly from that value to zero.
+        If all values seen are equal, the range is exactly from that value to zero.
 
         Raises:
             CalibrationError: nothing was observed.
@@ -264,7 +264,7 @@ _Method = TypeVar("_Method", bound=type[Any])
 
 
 def registered_in(registry: dict[str, Any], name: str, kind: str) -> Callable[[_Method], _Method]:
-    """A decorator that puts a class into a registry, with the name as its `method`, unless another class has it."""
+    """The decorator that puts a class into a registry and sets its `method`; ConfigError if the name is taken."""
 
     def register(cls: _Method) -> _Method:
         if registry.get(name, cls) is not cls:
@@ -306,15 +306,15 @@ def calibrators() -> list[str]:
 
 
 DEFAULT_METHOD = "mse"
-"""The default method for inputs: on average the smallest error of the output of trained models, in
-`python -m benchmarks.accuracy.methods`."""
+"""The default method for inputs. The output of trained models then has the smallest error on average, as
+`python -m benchmarks.accuracy.methods` shows."""
 
 ALIASES = {"absmax": "max", "ema": "moving_average", "hist": "mse", "kl": "entropy", "minmax": "max"}
 """Names of methods in other libraries. A HistogramObserver of torch takes the range of least squared error."""
 
 
 def find_method(method: str) -> str:
-    """The registered name of a method, from this or another library's name in any case; a ConfigError if unknown.
+    """The registered name of a method, from any library's name in upper or lower case; a ConfigError if unknown.
 
     >>> find_method("KL")
     'entropy'
@@ -362,7 +362,7 @@ def check_mergeable(calibrator: Calibrator, purpose: str) -> None:
 
 
 def check_options(cls: type[Any], options: Iterable[str], what: str) -> None:
-    """Raise a ConfigError, which offers the nearest, for an option that a class does not take beside `spec`."""
+    """Raise a ConfigError, which offers the nearest option, for an option that a class does not have beside `spec`."""
     known = _options(cls)
     for name in options:
         if name not in known:
@@ -372,5 +372,5 @@ def check_options(cls: type[Any], options: Iterable[str], what: str) -> None:
 
 @cache
 def _options(cls: type[Any]) -> list[str]:
-    """The options of a class, kept: a lookup takes 30 us, and every quantizer of a model needs it."""
+    """The options of a class. They are cached: a lookup takes 30 us, and every quantizer of a model needs it."""
     return [name for name in inspect.signature(cls).parameters if name != "spec"]

@@ -58,8 +58,8 @@ class GroupView(NamedTuple):
     blocks: tuple[int, ...]
     groups: tuple[int, ...]
     order: list[int]
-    """The axes of the blocked view, groups first; those within a group in the order of memory, so that a dense tensor
-    (channels-last, transposed) needs no copy."""
+    """The axes of the blocked view: first the axes of the groups, then the axes within a group, in the order of memory,
+    so that a dense tensor (channels-last, transposed) needs no copy."""
 
 
 @lru_cache(maxsize=4096)  # for every batch; a layer sees few shapes
@@ -72,7 +72,7 @@ def group_view(granularity: Granularity, shape: tuple[int, ...], stride: tuple[i
 
 
 def by_group(x: Tensor, view: GroupView, groups: int) -> Tensor:
-    """The elements of x [groups, elements], without gaps."""
+    """The elements of x as a contiguous tensor [groups, elements]."""
     if groups == 1 and x.is_contiguous():
         return x.view(1, -1)
     # A view of two axes in the other order would have gaps.
@@ -102,7 +102,7 @@ class MovingAverageCalibrator(Calibrator):
 
     The first batch gives its range. Every later batch moves both ends by `averaging_constant` times their distance from
     the ends of the batch. A rare outlier therefore counts little, and the result depends on the order of the batches:
-    such calibrators do not merge. The range is the average, extended to contain 0.0.
+    calibrators of this class do not merge. The range is the average, extended to contain 0.0.
 
     Args:
         spec: how the tensor will be quantized.
@@ -111,8 +111,8 @@ class MovingAverageCalibrator(Calibrator):
     Raises:
         ConfigError: an averaging constant out of these bounds.
 
-    Source: torch.ao's MovingAverageMinMaxObserver and MovingAveragePerChannelMinMaxObserver, with the same bits. They
-    compute float64 batches in float32; this computes them in float64.
+    Source: torch.ao's MovingAverageMinMaxObserver and MovingAveragePerChannelMinMaxObserver, with the same bits. Those
+    compute float64 batches in float32; this class computes them in float64.
 
     >>> calibrator = MovingAverageCalibrator("int8", averaging_constant=0.5)
     >>> for largest in (1.0, 2.0, 2.0):
@@ -252,13 +252,13 @@ class ExtremaCalibrator(Calibrator):
         if other.spec != self.spec or not (not kept or set(needed) <= set(kept)):
             raise ConfigError(
                 f"{type(self).__name__}({self.spec}) cannot use what {type(other).__name__}({other.spec}) saw, which "
-                f"keeps {', '.join(kept) or 'nothing'}; collect with the same specification, and for percentile, "
-                "entropy or mse by one of these"
+                f"keeps {', '.join(kept) or 'nothing'}; calibrate with the same specification, and for percentile, "
+                "entropy or mse by one of these three methods"
             )
         try:
             self.load_state_dict({name: kept[name] for name in needed} if kept else {})
         except CalibrationError as error:
-            raise ConfigError(f"{error}; give both calibrators one num_bins") from error
+            raise ConfigError(f"{error}; give both calibrators the same num_bins") from error
 
     def _state_names(self) -> tuple[str, ...]:
         return "lo", "hi"
@@ -295,10 +295,10 @@ class ExtremaCalibrator(Calibrator):
         return None
 
     def _count(self, batch: Batch) -> None:
-        """Update the rest of the state, beside the range, with a batch; by default there is none."""
+        """Update the state beyond the range with a batch; by default there is no such state."""
 
     def _absorb(self, other: Any) -> None:
-        """Merge the rest of the state of a calibrator of the same class, beside the range; by default there is none."""
+        """Merge the state beyond the range of a calibrator of the same class; by default there is no such state."""
 
 
 def read_range(state: dict[str, Tensor]) -> Range:

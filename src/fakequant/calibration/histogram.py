@@ -33,7 +33,7 @@ _FINER = 8
 
 
 def used_bins(counts: Tensor) -> Tensor:
-    """Bins up to the last one that is not empty, int64 [...], of counts [..., bins]; 0 where all are empty.
+    """The number of bins up to the last that is not empty, int64 [...], of counts [..., bins]; 0 if all are empty.
 
     >>> used_bins(torch.tensor([[0, 3, 0, 1, 0], [0, 0, 0, 0, 0]]))
     tensor([4, 0])
@@ -45,9 +45,9 @@ def used_bins(counts: Tensor) -> Tensor:
 def cheapest(cost: Callable[[Tensor], Tensor], first: int | Tensor, last: Tensor, *, bins: int, coarse: int) -> Tensor:
     """The candidate from `first` to `last` with the smallest cost; the largest one if several are equal.
 
-    All candidates are tried where there are at most `coarse`; otherwise every n-th, counted from the last, and then the
-    neighbours of the best at ever finer strides. The strides depend on `bins` alone, so that a group's result does not
-    depend on the other groups.
+    At most `coarse` candidates are all tried. Of more candidates every n-th is tried, counted from the last, and then
+    the neighbours of the best at ever finer strides. The strides depend on `bins` alone, so that a group's result does
+    not depend on the other groups.
 
     Args:
         cost: from candidates, int64 [groups, n], to their costs [groups, n].
@@ -113,9 +113,9 @@ _SMALLEST_EXPONENT = {torch.float32: -126, torch.float64: -1022}
 class HistogramCalibrator(ExtremaCalibrator):
     """A calibrator that clips at a magnitude; its method finds that magnitude in a histogram.
 
-    Both ends are clipped at one magnitude t: the range is max(lo, -t) to min(hi, t). So values that are never negative
-    keep lo = 0 exactly, and a short side is kept whole. Under a symmetric specification with an unsigned format
-    negative values become 0 whatever the range is; they count for nothing and lo is 0.
+    Both ends are clipped at one magnitude t: the range is max(lo, -t) to min(hi, t). So lo stays exactly 0 for values
+    that are never negative, and an end closer to 0 than t stays. Under a symmetric specification with an unsigned
+    format negative values become 0 whatever the range is; they are not counted, and lo is 0.
 
     Args:
         spec: how the tensor will be quantized.
@@ -144,7 +144,7 @@ class HistogramCalibrator(ExtremaCalibrator):
 
     @abstractmethod
     def find_clip(self, histogram: Histogram) -> Tensor:
-        """The number of bins, from 0.0 on, that are not clipped, int64 [groups], for a histogram on the CPU."""
+        """The number of bins of each group, counted from 0.0, that are not clipped, int64 [groups]; runs on the CPU."""
 
     def search_bytes(self, bins: int) -> int:
         """The memory that `find_clip` needs for one group, in bytes."""
@@ -170,7 +170,7 @@ class HistogramCalibrator(ExtremaCalibrator):
         return self.spec.symmetric and not self.spec.format.signed
 
     def magnitudes(self, histogram: Histogram) -> Tensor:
-        """The counts of each magnitude, int64 [groups, bins], without negative values if they become 0."""
+        """The counts of each magnitude, int64 [groups, bins], without negative values if `ignores_negative`."""
         return histogram.counts[:, 1] if self.ignores_negative else histogram.counts.sum(1)
 
     def histogram(self) -> Histogram | None:
@@ -199,8 +199,8 @@ class HistogramCalibrator(ExtremaCalibrator):
                 )
             if exponent.is_floating_point() or bool((counts < 0).any() | (counts.sum((1, 2)) < 1).any()):
                 raise CalibrationError(
-                    f"a calibrator state with counts from {counts.min().item()} on, {int(counts.sum())} in all, and "
-                    f"{exponent.dtype} exponents; expected counts >= 0, at least one in every group, and whole "
+                    f"a calibrator state with counts of at least {counts.min().item()}, {int(counts.sum())} in total, "
+                    f"and {exponent.dtype} exponents; expected counts >= 0, at least one in every group, and whole "
                     "exponents; load what state_dict returned"
                 )
             self._seen, self._counts = seen, counts.clone(memory_format=torch.contiguous_format)
@@ -239,7 +239,7 @@ class HistogramCalibrator(ExtremaCalibrator):
         groups, _, bins = other._counts.shape
         if self._bins(groups) != bins:
             raise ConfigError(
-                f"cannot merge counts of {bins} bins into {self._bins(groups)}; give both calibrators one num_bins"
+                f"cannot merge counts of {bins} bins into {self._bins(groups)}; give both calibrators the same num_bins"
             )
         self._grow(other._exponent, bins)
         shift = self._exponent - other._exponent.to(self._exponent.device)
@@ -277,8 +277,8 @@ class MseCalibrator(HistogramCalibrator):
     """The threshold that gives the smallest mean squared error.
 
     `fakequant.fake_quantize` quantizes the middle of every bin under the specification itself, for every format and
-    arithmetic, and the squared errors are weighted with the counts. Thresholds are edges of bins and the largest
-    magnitude: every 64th part of the bins first, then the neighbours of the best. If errors are equal, the largest
+    arithmetic, and the squared errors are weighted with the counts. The thresholds tried are edges of bins and the
+    largest magnitude: first 64 at equal distances, then the neighbours of the best. If errors are equal, the largest
     threshold wins.
 
     Args:
@@ -300,7 +300,7 @@ class MseCalibrator(HistogramCalibrator):
 
 
 class _SquaredError:
-    """Computes squared errors of thresholds, with values in units of bins: a power of two changes no rounding."""
+    """Computes squared errors of thresholds in units of bins; a width is a power of two, which changes no rounding."""
 
     def __init__(self, calibrator: HistogramCalibrator, histogram: Histogram) -> None:
         self.ignores_negative = calibrator.ignores_negative
@@ -315,7 +315,7 @@ class _SquaredError:
         self.seen = Range(*((values / width)[:, None].float() for values in histogram.range))
 
     def __call__(self, kept: Tensor) -> Tensor:
-        """The sum of squared errors for every number of bins kept, float64 [groups, n]."""
+        """The sum of squared errors if `kept` bins are not clipped, float64 [groups, n]."""
         limit = kept.to(torch.float32)
         lo = torch.zeros_like(limit) if self.ignores_negative else torch.maximum(self.seen.lo, -limit)
         hi = torch.minimum(self.seen.hi, limit)
@@ -337,8 +337,9 @@ _LARGEST_DENOMINATOR = 1 << 31
 class PercentileCalibrator(HistogramCalibrator):
     """The smallest threshold that at least `percentile` % of the magnitudes do not exceed.
 
-    Both ends are clipped at that threshold, so that at most the rest of the values is clipped, at both ends together.
-    The threshold is the upper edge of a bin, and never more than was seen: 100 gives exactly what "max" gives.
+    Both ends are clipped at that threshold, so that at both together at most 100 - `percentile` % of the values are
+    clipped. The threshold is the upper edge of a bin, and never more than was seen: 100 gives exactly the range of
+    "max".
 
     Args:
         spec: how the tensor will be quantized.
@@ -384,15 +385,15 @@ _ARRAYS = 8
 class EntropyCalibrator(HistogramCalibrator):
     """The threshold that loses the least information, in the sense of the Kullback-Leibler divergence.
 
-    For a threshold, P is the histogram below it, to whose last bin that is not empty the clipped counts are added. Q is
-    the same histogram without these, merged into the cells of the format (all magnitudes that become one code) and
-    spread again over the bins of each cell that are not empty. The threshold with the smallest KL(P || Q) is taken, of
-    equal ones the largest. Bin 0 counts as much as its neighbour: it holds the exact zeros (of a ReLU, often half of
-    the data), which have an exact code whatever the threshold is. Thresholds are edges of bins, from the one that keeps
-    as many bins that are not empty as the format has codes on a side: fewer could each have a code of their own, and Q
-    would equal P whatever was clipped. All are tried where there are at most 512 (fewer for formats of more than 8
-    bits), else every n-th and then the neighbours of the best. The search takes 2 to 5 ms for each group: about 10 s
-    for a tensor with 4,000 channels.
+    For a threshold, P is the histogram of the bins below it; the counts of the clipped bins are added to its last bin
+    that is not empty. Q is the histogram without the clipped counts: the counts of each cell (all magnitudes that
+    become one code of the format) are spread evenly over the bins of the cell that are not empty. The threshold with
+    the smallest KL(P || Q) is taken, of equal ones the largest. Bin 0 counts as much as its neighbour: it holds the
+    exact zeros (of a ReLU, often half of the data), which have an exact code whatever the threshold is. Thresholds are
+    edges of bins. The lowest keeps as many bins that are not empty as the format has codes on a side: fewer bins could
+    each have a code, and Q would equal P whatever was clipped. Up to 512 thresholds are all tried (fewer for formats of
+    more than 8 bits), of more every n-th and then the neighbours of the best. The search takes 2 to 5 ms for each
+    group: about 10 s for a tensor with 4,000 channels.
 
     Args:
         spec: how the tensor will be quantized.
@@ -441,7 +442,7 @@ class EntropyCalibrator(HistogramCalibrator):
 
 @lru_cache(maxsize=64)
 def _cells(fmt: Format, span: float, bins: int) -> tuple[int, Tensor] | None:
-    """The number of codes of a side, and the ends of their cells in codes; None if there are more codes than bins."""
+    """The number of codes on one side of 0.0, and the middles between them; None if there are more codes than bins."""
     codes = magnitudes(fmt, span, at_most=bins)
     return None if codes is None else (codes.numel(), (codes[:-1] + codes[1:]) * 0.5)
 
@@ -477,7 +478,7 @@ class _Divergence:
         self.last_filled = _from_zero(torch.where(filled, positions, -1).cummax(-1).values, first=-1)
 
     def __call__(self, kept: Tensor) -> Tensor:
-        """The divergence for every number of bins kept, float64 [groups, n]."""
+        """The divergence if `kept` bins are not clipped, float64 [groups, n]."""
         ends = torch.minimum(kept[:, None], self.used[:, :, None])
         total = self.mass[..., -1].sum(1, keepdim=True)
         inside = self.mass.gather(-1, ends)

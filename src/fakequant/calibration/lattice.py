@@ -1,9 +1,9 @@
 """A search for scales and offsets that are stored in small formats, by the squared error of the tensor.
 
 Each group first gets the scale and offset that fit its values best, by least squares from several starts, as in
-`make_qkx3_quants` of llama.cpp. Then both are rounded to their formats: several shared scales are tried, the codes of
-scales and offsets are chosen by the error after rounding, and both are fitted again. A step is kept only if it lowers
-the error.
+`make_qkx3_quants` of llama.cpp. Then both are rounded to their formats: several shared scales, which multiply the
+scales or offsets of several groups, are tried; the codes of scales and offsets are chosen by the error after
+rounding; and both are fitted again. A step counts only if it lowers the error.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fakequant.ops import library
 
 _STARTS = 13
 _REACH = 1.6
-"""Starts lie up to this many codes beyond or within the end of the format."""
+"""The first scales tried map the farthest value up to this many codes beyond or within the end of the format."""
 _SHARED = tuple(1.0 + step / 100.0 for step in (0, -1, 1, -2, 2, -4, 4, 6))
-"""Multiples of the shared scale that gives the farthest scale the farthest code."""
+"""The shared scales tried, as multiples of the one under which the farthest scale gets the farthest code."""
 _ROUNDS = 2
 
 
 def searches(spec: QuantSpec) -> bool:
-    """Whether `search_params` serves a specification: with offsets, or symmetric with scales in a format.
+    """Whether `search_params` serves a specification: with offsets, or symmetric with a format for scales.
 
     >>> searches(QuantSpec.parse("int8 per_block(-1:32) scale=float16")), searches(QuantSpec("int8"))
     (True, False)
@@ -40,13 +40,13 @@ def searches(spec: QuantSpec) -> bool:
 
 
 def search_params(x: Tensor, spec: QuantSpec, moments: Tensor | None = None) -> QParams:
-    """Scales and offsets that give a small squared error of a tensor, never a larger one than those of its range.
+    """Scales and offsets that give a small squared error of a tensor, never a larger one than the range's parameters.
 
     Args:
         x: [rows, ...]; what is not finite counts as 0.
-        spec: one that `searches`.
-        moments: second moments [columns, columns] of the inputs that multiply the rows, so that the error is that of
-            the products; moments of two columns with different scales count as 0. None: the error of x.
+        spec: one for which `searches` is true.
+        moments: the sum of v v^T over the inputs v that multiply the rows, [columns, columns]; then the error of
+            their products counts. Entries of two columns with different scales count as 0. None: the error of x.
 
     >>> x = torch.tensor([[0.1, 0.9, 2.1, 2.9]])
     >>> spec = QuantSpec.parse("uint2 per_channel(0) scale=float16 offset=float16")
@@ -69,7 +69,7 @@ def joined(parts: Sequence[QParams]) -> QParams:
 
 
 def rows_are_apart(x: Tensor, spec: QuantSpec) -> bool:
-    """Whether no two rows of a tensor share a scale, an offset, or a scale of scales or offsets.
+    """Whether no two rows of a tensor share a scale, an offset, or the shared scale of scales or offsets.
 
     >>> rows_are_apart(torch.ones(2, 8), QuantSpec.parse("int4 per_block(-1:4) scale=float16"))
     True
@@ -107,11 +107,11 @@ class _Store:
         return self.blocks is not None
 
     def over(self, values: Tensor) -> Tensor:
-        """For each group, the sum over all groups that share its scale."""
+        """For each group, the sum over all groups under the same shared scale."""
         return values if self.blocks is None else _sums(values, self.blocks)
 
     def starts(self, values: Tensor) -> list[Tensor]:
-        """The shared scales to try for wanted values, for each group."""
+        """For each group, the shared scales to try if `values` are the wanted scales or offsets."""
         if self.blocks is None or self.spec.format is None:
             return [torch.ones_like(values)]
         fmt, far = self.spec.format, over_blocks(values, self.blocks, farthest)
@@ -133,7 +133,7 @@ def _sums(values: Tensor, blocks: tuple[int, ...]) -> Tensor:
 
 
 class _CodeSums(NamedTuple):
-    """The sums q'Hq, q'H1 and q'Hx over the values x and codes q of every group, with H the moments."""
+    """The sums q'Hq, q'H1 and q'Hx over the values x and codes q of every group; H is `moments`, or the identity."""
 
     qq: Tensor
     q1: Tensor
@@ -149,7 +149,7 @@ class _Fit(NamedTuple):
 
 
 class _Point(NamedTuple):
-    """Scales d * sc and offsets of every group, and the error that they leave."""
+    """Scales d * sc and offsets dm * mc of every group, where d and dm are shared scales, and the error they leave."""
 
     d: Tensor
     sc: Tensor
@@ -193,7 +193,7 @@ class _Search:
         return view.permute(*order, *axes).reshape(*self._groups, -1)
 
     def _inside(self, moments: Tensor) -> Tensor | None:
-        """The moments of the columns of every group [groups, elements, elements], where groups are runs of columns."""
+        """The part of `moments` for each group's columns [groups, elements, elements]; None if they are apart."""
         size = self.x.shape[-1]
         columns = torch.arange(len(moments), device=moments.device)
         numbers = self._by_group(columns.reshape(1, *self._given.shape[1:]).expand(self._given.shape))
@@ -229,7 +229,7 @@ class _Search:
         return _CodeSums((codes * weighed).sum(-1), (codes * self._one).sum(-1), (codes * self._x).sum(-1))
 
     def true_error(self, params: QParams) -> Tensor:
-        """The squared error of fake quantization, summed over groups that share scales, directly or through others."""
+        """The squared error of fake quantization of all groups that a shared scale joins, directly or over others."""
         spec = self._spec.replace(rounding=Rounding.NEAREST_EVEN)
         # In float64, where squares of float32 neither overflow nor vanish.
         error = self._by_group(library.fake_quantize(self._given, params, spec)).double() - self.x.double()
@@ -319,7 +319,7 @@ class _Search:
         return _Point(d, sc, dm, mc, self._error(self._codes(s, m), s, m))
 
     def _on_lattice(self, s: Tensor, m: Tensor) -> _Point:
-        """The point with the best shared scales: first those of scales, with offsets in float, then of offsets."""
+        """The point with the best shared scales: first of the scales, with offsets in float, then of the offsets."""
         one, best = torch.ones_like(s), None
         for d in self.scale.starts(s):
             sc = self.scale.codes(s, d)
@@ -339,7 +339,7 @@ _Candidate = TypeVar("_Candidate", _Fit, _Point)
 
 
 def _less(best: _Candidate | None, new: _Candidate, store: _Store | None = None) -> _Candidate:
-    """The better of two candidates in each group, or in all groups together that share a scale of `store`."""
+    """In each group the better of two candidates; with `store`, one choice for all groups under a shared scale."""
     if best is None:
         return new
     errors = [own.error if store is None else store.over(own.error) for own in (new, best)]

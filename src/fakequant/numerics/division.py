@@ -2,7 +2,7 @@
 
 Inductor writes a quotient as `/` in Triton, which is off by up to 2 units in the last place on a GPU; a division by a
 constant as a product with the reciprocal; and it lets a product be contracted with the sum that follows. So a graph for
-such a device holds a quotient, and the gradients of it, as nodes, which compute what eager mode computes. float64
+such a device holds a quotient and its gradients as nodes, which compute the same as eager mode. float64
 numbers are divided directly: compilers divide them exactly.
 
 Inductor fuses these nodes with their neighbours: it writes them as single instructions of the GPU, see `_INSTRUCTIONS`.
@@ -45,8 +45,8 @@ def is_watched() -> bool:
 def is_approximate(x: Tensor) -> bool:
     """Whether a compiler would divide numbers like x approximately.
 
-    False for exporters, which see the plain division, and under function transforms: in a compiled graph these
-    differentiate the operations inside an autograd function, which gives other bits than its backward.
+    False for exporters, which see the plain division. False under function transforms, too: in a compiled graph they
+    differentiate the operations inside an autograd function, which gives other bits than the function's backward.
     """
     return (
         torch.compiler.is_compiling()
@@ -75,7 +75,7 @@ def reciprocal(x: Tensor) -> Tensor:
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a * b, of the same dtype, rounded before anything is added to it; without gradient if a compiler approximates."""
+    """a * b in their dtype, rounded before anything is added to it; it has no gradient if a compiler approximates."""
     return _of_nodes(multiply_as_node, a, b) if a.dtype == torch.float32 and is_approximate(a) else a * b
 
 
@@ -85,7 +85,7 @@ def _of_nodes(node: Any, *given: Tensor) -> Tensor:
 
 
 def _node(function: Callable[..., Tensor]) -> Any:
-    """The function as an operator of torch; for fake tensors it returns fake results with the strides of real ones."""
+    """The function as an operator of torch; for fake tensors it returns fake results with the real strides."""
     made = torch.library.custom_op(f"fakequant::{function.__name__.strip('_')}", function, mutates_args=())
     made.register_fake(function)
     return made
@@ -139,9 +139,9 @@ _INSTRUCTIONS = {
     "reciprocal_as_node": ("rcp.rn.f32 $0, $1;", lambda ops, x: ops.truediv(ops.constant(1.0, torch.float32), x)),
     "multiply_as_node": ("mul.rn.f32 $0, $1, $2;", lambda ops, a, b: ops.mul(a, b)),
 }
-"""For each node: the instruction for NVIDIA's GPUs, and the operations in C++, which contracts nothing.
+"""Each node has its instruction for NVIDIA's GPUs, and its operations for C++, which contracts nothing.
 
-Not `ops.mul_rn` of Inductor: it becomes `mul.rn.ftz.f32`, which makes subnormal products 0.
+`ops.mul_rn` of Inductor is not used: it becomes `mul.rn.ftz.f32`, which makes subnormal products 0.
 """
 
 
@@ -151,7 +151,7 @@ _taught: list[str] = []
 def _teach_inductor() -> None:
     """Tell Inductor how to write the nodes; a compiler runs this while it reads a call.
 
-    Not when this module is imported, because the import of Inductor takes a second.
+    It does not run when this module is imported, because the import of Inductor takes a second.
     """
     if _taught:
         return

@@ -59,19 +59,19 @@ class Granularity(ABC):
         return self
 
     def over_window(self, axis: int, window: Mapping[int, int], length: int | None) -> Granularity:
-        """The granularity for a product that sums over the positions of a kernel, too; by default this one.
+        """The granularity for a product that also sums over the positions of a kernel; by default this granularity.
 
         Args:
-            axis: of the channels that the product sums over.
+            axis: the axis of the channels that the product sums over.
             window: the axes of the kernel's positions, with their lengths.
-            length: of a weight, the number of channels in one sum; None where blocks lie along the channels alone.
+            length: for a weight, the number of channels in one sum; None where blocks lie along the channels alone.
         """
         return self
 
     def for_each(self) -> Granularity:
-        """The granularity for a stack [tensors, ...] of tensors quantized one by one; give negative axes.
+        """The granularity for a stack [tensors, ...] of tensors quantized one by one; axes must be negative numbers.
 
-        A granularity with a scale for every index of the axes that it does not name stays as it is, as `PerToken`.
+        A granularity with a scale for every index of each axis that it does not name stays as it is: `PerToken`.
 
         >>> PerTensor().for_each(), PerChannel(-2).for_each(), PerToken().for_each()
         (PerChannel(axes=(0,)), PerChannel(axes=(0, -2)), PerToken())
@@ -260,11 +260,11 @@ class PerBlock(Granularity):
     def remap_axes(self, axes: Mapping[int, int]) -> PerBlock:
         sizes = {axes.get(axis, axis): size for axis, size in self.sizes}
         if len(sizes) < len(self.sizes):
-            raise SpecError(f"{self} names two axes that are one where {dict(axes)} moves them; name one of them")
+            raise SpecError(f"{self} names two axes that {dict(axes)} maps to one; name one of them")
         return PerBlock(sizes, pad=self.pad)
 
     def over_window(self, axis: int, window: Mapping[int, int], length: int | None) -> PerBlock:
-        """Blocks with at least as many elements: whole kernels, or a part of a kernel; a shorter sum is one block.
+        """Blocks with at least as many elements: they hold whole kernels or a part of one; a shorter sum is one block.
 
         >>> PerBlock({1: 32}, pad=True).over_window(1, {-2: 3, -1: 3}, length=64)  # 36 elements
         PerBlock(sizes=((1, 4), (-1, 3), (-2, 3)), pad=True)
@@ -441,7 +441,7 @@ def block_axes(shape: Shape, blocks: Shape) -> tuple[int, ...]:
 def over_blocks(values: Tensor, blocks: Shape, reduce: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
     """Reduce every block, and repeat the result at each element of the block.
 
-    `reduce` takes `blocked(values)` and the axes of a block, and keeps these with size 1.
+    `reduce` takes `blocked(values)` and the axes of a block, and keeps these axes with size 1.
 
     >>> over_blocks(torch.tensor([1, 2, 3, 4]), (2,), lambda view, axes: view.sum(axes, True))
     tensor([3, 3, 7, 7])
@@ -466,7 +466,7 @@ class StoredScales(NamedTuple):
 
     Attributes:
         codes: [groups, axes kept], in the storage of their format; float32 without a format.
-        shared: the scales of the codes, float32 [groups of these groups, axes kept]; None without shared scales.
+        shared: the scales that multiply codes, float32 [groups of groups, axes kept]; None without shared scales.
     """
 
     codes: Tensor

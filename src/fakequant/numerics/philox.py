@@ -46,7 +46,7 @@ def random_words(seed: Tensor, x: Tensor) -> Tensor:
 
 
 def words_of(seed: Tensor, counter: Tensor) -> Tensor:
-    """The words of the elements 4 * counter to 4 * counter + 3, [n, 4] for counters [n]; int64, as the seed."""
+    """The words of the elements 4 * counter to 4 * counter + 3, int64 [n, 4], for counters [n] and an int64 seed."""
     zeros = torch.zeros_like(counter)
     key = seed & _WORD, torch.bitwise_right_shift(seed, 32) & _WORD
     return torch.stack(philox((counter & _WORD, torch.bitwise_right_shift(counter, 32), zeros, zeros), key), -1)

@@ -3,9 +3,9 @@
     sums = sum of (x_code - x_zero_point) * (w_code - w_zero_point)     exact
     y    = float32(sums) * (x_scale * w_scale) + bias                   each operation rounded to float32
 
-A simulated layer multiplies and adds float32 numbers instead, in an order that depends on the machine. Both results are
-within the rounding of a float32 product of each other while x_scale * w_scale is a normal number of float32; the result
-here is the same everywhere, and the one of integer engines.
+A simulated layer multiplies and adds float32 numbers instead, in an order that depends on the machine. The two
+results differ at most by the rounding of a float32 product while x_scale * w_scale is a normal number of float32. The
+result here is the same everywhere, and it is the result of integer engines.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ConvParams(NamedTuple):
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """How an integer unit rounds sums to codes, by float64 tensors that broadcast with the sums, see `fixed_point`.
+    """How an integer unit rounds sums of products to codes: float64 tensors that broadcast with the sums.
 
     Attributes:
         constant: added to the sum first.

@@ -46,7 +46,7 @@ class QParams(NamedTuple):
         zero_point: the code of 0.0, [groups, axes kept], or None if that is 0 everywhere; under `QuantSpec.offset` the
             offset, in units of x.
         range: what the scale was made from, or None; `Gradient.INPUT_RANGE` compares the input with it.
-        seed: of `Rounding.STOCHASTIC`, [] int64; None before a seed is drawn, and where rounding is to nearest.
+        seed: the seed of `Rounding.STOCHASTIC`, [] int64; None before it is drawn, and where rounding is to nearest.
 
     >>> params = fq.choose_qparams(torch.tensor([-1.0, 2.54]), "int8")
     >>> params.scale, params.zero_point, params.range
@@ -96,7 +96,7 @@ def is_plain_eager() -> bool:
 def shape_of(x: Tensor) -> tuple[int, ...]:
     """The shape of x as numbers; torch.jit.trace would record its lengths as tensors, and warn where they are compared.
 
-    The axes that scales divide then have the lengths of the example.
+    Axes that are divided among scales then have the lengths of the example.
     """
     if torch.compiler.is_compiling() or (state := torch._C._get_tracing_state()) is None:
         return x.shape
@@ -138,7 +138,7 @@ def measure(x: Tensor, granularity: Granularity, *, with_zero: bool = True) -> R
 
     Args:
         x: any shape that the granularity accepts.
-        granularity: of the groups.
+        granularity: which elements are a group.
         with_zero: whether ranges are extended to 0; if not, only padding and groups without finite values count as 0.
 
     >>> measure(torch.tensor([[-1.0, 2.0], [3.0, float("inf")]]), PerChannel(0)).hi
@@ -163,12 +163,12 @@ def measure(x: Tensor, granularity: Granularity, *, with_zero: bool = True) -> R
 
 
 def fill_empty_groups(range: Range, spec: QuantSpec) -> Range:
-    """Give groups of zeros the range of the groups with which they share a scale of scales.
+    """Give groups of zeros the range of the groups with which they have a shared scale.
 
-    Where these are zeros, too, or no groups share one, the range is that of the whole tensor, and -1 to 1 if that is
-    zero. Zeros stay zeros by every scale, but the smallest scale, 2**-126, clips all that such a group gets later, and
-    in an engine the bias divided by it overflows int32. Where the specification has no exact 0.0, but a scale of 0, the
-    range stays.
+    If all those groups hold zeros, or there is no shared scale, they get the range of the whole tensor, or -1 to 1 if
+    the whole tensor is zero. Zeros stay zeros by every scale, but the smallest scale, 2**-126, clips all that such a
+    group gets later, and in an engine the bias divided by it overflows int32. The range stays if the specification has
+    a scale of 0 and no exact 0.0.
 
     >>> fill_empty_groups(Range(torch.tensor([-3.0, 0.0]), torch.tensor([2.0, 0.0])), QuantSpec("int8"))
     Range(lo=tensor([-3., -3.]), hi=tensor([2., 2.]))
@@ -209,10 +209,10 @@ def choose_qparams(
 
     Args:
         range: lo and hi of every group [groups, axes kept], in units of x.
-        spec: decides symmetry, format and which reciprocal `scale` is.
-        largest: the largest finite value of x's dtype; by default of the range's.
+        spec: decides symmetry and format, and whether `scale` is units per code or its reciprocal.
+        largest: the largest finite value of x's dtype; by default of the range's dtype.
         bound: the code that amax is mapped to; by default the bound of the specification.
-        shared: for symmetric scales, and so is `steps`: see `ScaleSpec.choose`.
+        shared: see `ScaleSpec.choose`, also for `steps`; both are for symmetric scales.
 
     Returns:
         scale, zero_point (None when symmetric) and the range, all [groups, axes kept].
@@ -228,7 +228,7 @@ def choose_qparams(
     lo, hi = range
     if is_readable_without_sync(lo) and bool((lo > hi).any()):
         raise CalibrationError(
-            f"a range with lo > hi (lo={lo.max().item()}, hi={hi.min().item()}): no data was observed"
+            f"a range with lo > hi (lo={lo.max().item()}, hi={hi.min().item()}): no data was observed; calibrate first"
         )
     # Less a unit in the last place: a quotient rounded to nearest may be half of one too large.
     largest = (torch.finfo(lo.dtype).max if largest is None else largest) * (1.0 - torch.finfo(lo.dtype).eps)
@@ -260,7 +260,7 @@ def choose_qparams(
 def _symmetric_scale(
     range: Range, spec: QuantSpec, limit: float, bound: float | None, shared: Tensor | None, steps: int
 ) -> Tensor:
-    """The scale that maps the range to the bound, at most `limit`; its reciprocal under MULTIPLIER."""
+    """The scale that maps the range to the bound, at most `limit`; under MULTIPLIER the reciprocal of that scale."""
     if spec.arithmetic.is_linear:
         return spec.scale.choose(spec.scale.extent(*range, spec.format), spec.format, limit, bound, shared, steps)
     amax = range.amax
@@ -411,8 +411,9 @@ def as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor
     if not isinstance(value, (int, float)):
         wanted = f"{name} must be an int, a float or a tensor of real numbers, got {value!r}"
         raise QParamsError(f"{wanted}; convert it, for example by float()")
-    found = "0" if abs(value) < 1 else "beyond all numbers"
-    raise QParamsError(f"{name}={value!r} is {found} in {dtype}, in which tensors of {x.dtype} are quantized")
+    found, wanted = ("0", "a larger") if abs(value) < 1 else ("beyond all numbers", "a smaller")
+    where = f"in {dtype}, in which tensors of {x.dtype} are quantized"
+    raise QParamsError(f"{name}={value!r} is {found} {where}; give {wanted} {name}")
 
 
 def on_device_of(x: Tensor, values: Tensor) -> Tensor:
@@ -431,7 +432,7 @@ def fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     accepted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
     raise ShapeError(
         f"{name} has shape {list(values.shape)}, but {spec.granularity} on a tensor of shape {list(x.shape)} needs "
-        f"{accepted}; reshape it, or choose the granularity that it belongs to"
+        f"{accepted}; reshape {name}, or choose the granularity for its shape"
     )
 
 

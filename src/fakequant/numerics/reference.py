@@ -4,12 +4,12 @@ Everything here broadcasts: parameters are [groups, axes kept] and `x` is any sh
 backend must return these bits. float16 and bfloat16 are computed in float32 and rounded once, at the end.
 
 Gradients are summed by `order_free_sum`, which gives the same result in any order, so that neither threads nor strides
-nor a device change a gradient. Every number is written as digits in base 2**30, from the lowest power of the base above
-the largest of them down, and cut off after DIGITS digits. Digits of one position are added as integers, which is exact,
-and order does not matter.
+nor a device change a gradient. Every number is written as DIGITS digits in base 2**30; the first digit is of the lowest
+power of the base above all magnitudes, and digits after the last are cut off. Digits of one position are added as
+integers, which is exact in any order.
 
-Of n numbers, the largest of magnitude M, the sum is off by less than n * 2**-90 * M for what is cut off (the power of
-the base may be 2**30 * M, and 120 bits below it are kept), and by 2**-51 of itself for the rounding to float64. A plain
+The sum of n numbers up to a magnitude M is off by less than n * 2**-90 * M for the digits cut off (the power of the
+base may be 2**30 * M, and 120 bits below it are kept), and by 2**-51 of itself for the rounding to float64. A plain
 sum in float64 is off by up to n * 2**-53 of the sum of the magnitudes. n may be up to 2**33.
 
 Source: Demmel and Nguyen, Fast Reproducible Floating-Point Summation, ARITH 21, 2013; here with bins at fixed powers,
@@ -87,7 +87,7 @@ def order_free_sum(values: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def is_less(one: Tensor, other: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Whether the order-free sum of finite float64 values >= 0 is below that of others of their shape."""
+    """Whether the order-free sum of `one` is below that of `other`: finite float64 values >= 0 of one shape."""
     return order_free_sum(one, axes) < order_free_sum(other, axes)
 
 
@@ -113,7 +113,7 @@ def is_less_by_plain_sums(one: Tensor, other: Tensor, axes: tuple[int, ...]) -> 
 
 
 def whole_sums(values: Tensor) -> Tensor:
-    """Sums or extremes of a DTensor with the parts of all processes; plain tensors as they are."""
+    """The sums or extremes of a DTensor over all processes; a plain tensor is returned as it is."""
     if not is_sharded(values):
         return values
     from torch.distributed.tensor import DTensor, Replicate
@@ -223,9 +223,9 @@ def divided(
     """Large tensors in parts along their first axis, so that all steps find a part in the cache of a CPU.
 
     Args:
-        spec: of the tensors.
+        spec: how the tensors are quantized.
         tensors: of one shape; their parts are views.
-        params: scales and others of the tensors, [groups, axes kept]; a part gets those of its groups.
+        params: scales, zero points and others [groups, axes kept]; a part gets the values of its groups.
         with_shared: whether tensors are divided even if a group then lies in several parts.
     """
     x, granularity = tensors[0], spec.granularity
@@ -247,7 +247,7 @@ def divided(
 
 
 SEARCHED = range(-4, 7)
-"""The steps in a scale's format, from the scale of NEAREST, that `ScaleRounding.SEARCHED` tries."""
+"""`ScaleRounding.SEARCHED` tries the scales so many numbers of the format away from the scale of NEAREST."""
 
 
 def choose(x: Tensor, spec: QuantSpec) -> QParams:
@@ -256,7 +256,7 @@ def choose(x: Tensor, spec: QuantSpec) -> QParams:
 
 
 def choose_from(x: Tensor, range: Range | None, spec: QuantSpec, is_less: Callable[..., Tensor] = is_less) -> QParams:
-    """`choose` with the range of x, None to measure it, and a function that compares sums, such as `is_less`."""
+    """`choose`, with the range of x (None: it is measured) and a function that compares sums, such as `is_less`."""
     largest = torch.finfo(x.dtype).max
     if spec.scale.rounding is ScaleRounding.MEAN:
         # The mean magnitude of the finite values of every group [groups, axes kept].
@@ -404,11 +404,11 @@ class _Slopes(NamedTuple):
 
 
 def _slopes(b: _Blocked, spec: QuantSpec) -> _Slopes:
-    """The derivatives of y by x, scale, and zero point or offset, where rounding counts as the identity.
+    """The derivatives of y by scale, and by zero point or offset, where rounding counts as the identity.
 
     Where a code is in range, y = (rint(x/s) + zp - zp) * s has dy/ds = rint(x/s) - x/s and dy/dzp = 0; where it
-    saturates, y = (bound - zp) * s has dy/ds = bound - zp and dy/dzp = -s. Of an offset m, y = rint((x + m)/s) * s -
-    m has dy/ds = rint((x + m)/s) - (x + m)/s and dy/dm = 0; where it saturates, dy/ds = bound and dy/dm = -1. Where
+    saturates, y = (bound - zp) * s has dy/ds = bound - zp and dy/dzp = -s. With an offset m, y = rint((x + m)/s) * s -
+    m: dy/ds = rint((x + m)/s) - (x + m)/s and dy/dm = 0; where it saturates, dy/ds = bound and dy/dm = -1. Where
     rounding is stochastic, the code that was drawn takes the place of rint(x/s). Under `Gradient.CLIP`, y = x between
     the ends and saturates at and beyond them.
 
@@ -443,10 +443,10 @@ def grad_params(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of scale and zero point [groups, axes kept]: sums of dy times slope, by `order_free_sum`.
 
-    The products are those of float64, which for float32 are exact. A zero slope gives a zero product, whatever dy is.
+    Products are computed in float64, exactly for float32 factors. A zero slope gives a zero product, whatever dy is.
 
     Args:
-        wants: whether the gradient of the scale, and that of the zero point, is wanted.
+        wants: whether the gradient of the scale is wanted, and whether the gradient of the zero point is.
     """
     b = _to_encode(x, params, spec)
     slopes = _slopes(b, spec)
@@ -506,12 +506,12 @@ class Observed(NamedTuple):
     range: Range
     """Lowest and highest value of every group [groups], in the dtype of computation; NaN if one is not finite."""
     counts: Tensor | None
-    """int64 [groups, 2, bins]: how often floor(|x| / width) is k, of negative x first; None if not requested.
+    """int64 [groups, 2, bins]: how often floor(|x| / width) is k, first for negative x; None if not requested.
     Undefined for a group with a value that is not finite or is beyond the last bin."""
 
 
 def observe_by_definition(values: Tensor, bins: Bins | None = None) -> Observed:
-    """The range of values [groups, elements] and, if there are bins, their counts; elements >= 1."""
+    """Find the range of values [groups, elements], elements >= 1, and, if there are bins, count the values."""
     dtype = compute_dtype(values.dtype)
     # Both propagate NaN.
     lo, hi = (end.to(dtype) + 0.0 for end in (values.amin(1), values.amax(1)))

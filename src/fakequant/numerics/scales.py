@@ -36,7 +36,7 @@ class ScaleRounding(Enum):
     """The rule that chooses a scale and rounds it to its format."""
 
     NEAREST = "nearest"
-    """The largest magnitude becomes the format's bound; to the nearest scale, ties to even."""
+    """The largest magnitude becomes the format's bound; the scale is rounded to nearest, ties to even."""
     SIGNED = "signed"
     """As NEAREST, but the value that is farthest from 0 gets the code that is farthest from 0, -8 of int4, so that a
     scale may be negative: llama.cpp. Scales in signed integers are chosen by this rule."""
@@ -48,9 +48,9 @@ class ScaleRounding(Enum):
     """The largest magnitude becomes the largest code or the one below, by the squared error of the group: 6 or 4 of
     float4_e2m1fn, arXiv 2512.02010."""
     SEARCHED = "searched"
-    """The scale with the least squared error of the group: that of NEAREST, or one of the four numbers of its format
-    below and six above, under the per-tensor scale of NEAREST: for NVFP4, arXiv 2606.07618. Where scales follow the
-    tensor, compiling takes minutes."""
+    """The scale with the least squared error of the group: the scale of NEAREST, or one of the four numbers of its
+    format below it and the six above it, under the per-tensor scale of NEAREST. For NVFP4, arXiv 2606.07618. Where
+    scales follow the tensor, compiling takes minutes."""
     FLOOR = "floor"
     """Power-of-two scales: floor(log2(amax)) - floor(log2(bound)), which can saturate. OCP Microscaling 1.0."""
     CEIL = "ceil"
@@ -69,8 +69,9 @@ _OF_POWERS = (ScaleRounding.FLOOR, ScaleRounding.CEIL, ScaleRounding.EVEN, Scale
 class ScaleSpec:
     """How scales are stored.
 
-    A scale in a float format without a shared scale is exactly a number of it, and under a shared scale with a format,
-    a product of two such numbers; both are 0 if all values of the group are 0. Signed scales may be negative.
+    Without a shared scale, a scale in a float format is exactly a number of the format; under a shared scale with a
+    format, it is exactly the product of a number of each. Both are 0 if all values of the group are 0. Signed scales
+    may be negative. The extent of a group is the number from which its scale follows, see `extent`.
 
     Args:
         format: None for float32; a float format, an integer format, or `float8_e8m0fnu`.
@@ -123,7 +124,7 @@ class ScaleSpec:
             raise SpecError(f"four_over_six needs one shared scale for both choices: leave /{self.shared} out")
         if rounding is ScaleRounding.SEARCHED and (granularity is None or self.shared is not None):
             raise SpecError(
-                f"searched {self.word}s need a shared one in float32: give the granularity of that one, such as "
+                f"searched {self.word}s need a shared scale in float32: give its granularity, such as "
                 f"'{self.word}=float8_e4m3fn:searched@per_tensor'"
             )
         if fmt is not None and fmt.has_zero_point and granularity is None:
@@ -150,7 +151,7 @@ class ScaleSpec:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every scale is exactly a number of the format, or such a number times the shared scale; may be 0."""
+        """Whether every scale is exactly a number of the format, times an exact shared scale if any; it may be 0."""
         powers = isinstance(self.format, ExponentFormat)
         return self.format is not None and not powers and (self.granularity is None) == (self.shared is None)
 
@@ -159,7 +160,7 @@ class ScaleSpec:
         return self if self.granularity is None else replace(self, granularity=change(self.granularity))
 
     def up_from(self, element: Format) -> float:
-        """The mantissa in [0.5, 1) from which an extent gets the next power of two; 1 if it never does."""
+        """The mantissa in [0.5, 1) from which on an extent is rounded up to a power of two; 1 if it never is."""
         digits = {ScaleRounding.EVEN: element.fraction_bits, ScaleRounding.EVEN_FP4: 1}.get(self.rounding)
         return 1.0 if digits is None else 1 - 2.0 ** -(digits + 2)
 
@@ -204,14 +205,14 @@ class ScaleSpec:
             raise SpecError(f"cannot read the {cls.word} format {text!r}: {error}") from error
 
     def bound(self, element: Format) -> float:
-        """The divisor that makes a scale from a group's extent; negative if the extent gets the lowest code."""
+        """The divisor that makes a scale from a group's extent; negative if the farthest value gets the lowest code."""
         if self.rounding is ScaleRounding.SIGNED:
             return element.farthest
         half = (element.quant_max - element.quant_min) / 2
         return half if self.rounding is ScaleRounding.HALF_RANGE else element.bound
 
     def extent(self, lo: Tensor, hi: Tensor, element: Format) -> Tensor:
-        """The extent of a group: its largest magnitude; if `bound` is negative, the value farthest from 0."""
+        """The largest magnitude of a group; if `bound` is negative, the value of the group that is farthest from 0."""
         if self.rounding is ScaleRounding.SIGNED and self.bound(element) < 0:
             return torch.where(-lo > hi, lo, hi)
         return torch.maximum(-lo, hi) + 0.0
@@ -239,7 +240,7 @@ class ScaleSpec:
 
     @property
     def _room(self) -> float:
-        """The format's largest number divided by its largest power of two; 6 / 4 of this power is a number, too."""
+        """The format's largest number divided by its largest power of two; it has 6 / 4 of this power, too."""
         assert self.format is not None, "float32 scales need none"
         return self.format.quant_max / 2.0 ** (math.frexp(self.format.quant_max)[1] - 1)
 
@@ -315,13 +316,13 @@ class ScaleSpec:
         return torch.int16 if self.format.bits > 8 else torch.uint8
 
     def _shared(self, extent: Tensor, divisor: float) -> Tensor:
-        """For each extent, the farthest from 0 of the extents that share its scale, divided by `divisor`."""
+        """For each extent, the farthest from 0 of the extents under the same shared scale, divided by `divisor`."""
         assert self.granularity is not None, "only scales with one share"
         whole = over_blocks(extent, self.granularity.block_shape(extent.shape), farthest)
         return divide(whole, torch.full_like(whole, divisor))
 
     def _exact(self, extent: Tensor, bound: float, limit: float, *, keeps_small: bool = True) -> Tensor:
-        """code * d, both exactly numbers of their formats: 0 where the extent is 0.
+        """The scales code * d, where code and d are exactly numbers of their formats; 0 where the extent is 0.
 
         The group with the farthest extent gets the farthest code, as far as d is rounded. A code or a d of 0 becomes
         the smallest one with the sign of its extent; no product is beyond the limit.
@@ -375,7 +376,7 @@ class ScaleSpec:
 
 @dataclass(frozen=True, init=False, repr=False)
 class OffsetSpec(ScaleSpec):
-    """The stored form of offsets, in units of x: like scales, rounded to the nearest; 0 has a code.
+    """How offsets are stored, in units of x: like scales, rounded to the nearest number; 0 has a code.
 
     Ranges contain 0, so that offsets are not negative. SIGNED offsets follow from the lowest value of a group itself,
     whose range then need not contain 0 (KIVI, arXiv 2402.02750).
@@ -399,7 +400,7 @@ class OffsetSpec(ScaleSpec):
         if self.needs_values and self.granularity is not None:
             raise SpecError(f"signed offsets are stored as they are: leave @{self.granularity} out")
         if self.format is not None and not self.is_exact:
-            raise SpecError(f"offsets in {self.format} under float32: give the shared scale a format, such as /float16")
+            raise SpecError(f"offsets in {self.format} need a shared scale in a format: add one, such as /float16")
 
     def __str__(self) -> str:
         return super().__str__() or "offset=float32"

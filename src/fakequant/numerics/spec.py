@@ -192,7 +192,7 @@ class QuantSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether scales are float32 numbers, found by the largest magnitudes, and there are no offsets."""
+        """Whether scales are float32 numbers, chosen by the largest magnitudes, and there are no offsets."""
         return self.offset is None and self.scale == ScaleSpec()
 
     @property
@@ -202,12 +202,12 @@ class QuantSpec:
 
     @property
     def needs_values(self) -> bool:
-        """Whether parameters follow from the values of a group, and not from their range with 0 alone."""
+        """Whether parameters follow from all values of a group; its range, extended to contain 0, is not enough."""
         return any(own is not None and own.needs_values for own in (self.scale, self.offset))
 
     @property
     def shared_granularities(self) -> list[Granularity]:
-        """The granularities by which scales, and offsets, share a scale; empty if they have none."""
+        """The granularities of the shared scales of scales, and of offsets; [] if there are none."""
         return [own.granularity for own in (self.scale, self.offset) if own is not None and own.granularity is not None]
 
     def __hash__(self) -> int:
@@ -289,7 +289,7 @@ class QuantSpec:
         return found
 
     def to_text(self) -> str:
-        """`str(self)`, for files and graphs: proven to be read back as this very specification.
+        """`str(self)` for files and graphs; it is checked that the text is read back as this specification.
 
         Raises:
             SpecError: the format is not registered, or is not what is registered under its name.

@@ -70,10 +70,10 @@ class ColumnGrid(NamedTuple):
     is 0; where `zeros` is set, the result is 0.
 
     Attributes:
-        spec: of q, for a column in which each row has a positive scale.
+        spec: how q rounds a column if each row has a positive scale.
         runs: for each column the index of its parameters, int64.
-        zero: bool.
-        zeros: bool [columns, rows], or None.
+        zero: where q is 0, bool.
+        zeros: where the result is 0, bool [columns, rows], or None.
     """
 
     spec: QuantSpec
@@ -86,11 +86,11 @@ class ColumnGrid(NamedTuple):
     zeros: Tensor | None
 
     def columns(self, part: slice | Tensor) -> ColumnGrid:
-        """The grid with a part of the columns."""
+        """The parameters of a part of the columns."""
         return self._replace(runs=self.runs[part], zeros=None if self.zeros is None else self.zeros[part])
 
     def each(self, change: Callable[[Tensor], Tensor]) -> ColumnGrid:
-        """The grid with a function applied to all tensors [runs, rows]."""
+        """The parameters after a function was applied to all tensors [runs, rows]."""
         names = ("scale", "zero_point", "offset", "sign", "zero")
         held = {name: own for name in names if (own := getattr(self, name)) is not None}
         return self._replace(**{name: change(own) for name, own in held.items()})

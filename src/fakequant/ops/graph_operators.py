@@ -3,8 +3,8 @@
 Nodes carry the specification as text. `fakequant::fake_quantize` is the node of exported programs.
 `fakequant::fake_quantize_in_graph` is the node of compilers: with a backward pass it also returns one bit per element,
 and only these bits are saved. The name of the backend and the strides of x tell what the bits mean, so that a graph
-needs no tensors on the CPU, which a CUDA graph could not hold. The node has no autograd formula: torch's wrapper of
-such operators took a third of the 115 us of Python that a node took.
+needs no tensors on the CPU, which a CUDA graph could not hold. The node has no autograd formula, because torch's
+wrapper of an operator with a formula took a third of the 115 us of Python that a node took.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ class Decomposed(torch.autograd.Function):
 def _found_in_backward(x: Tensor, dy: Tensor) -> Tensor:
     """x, made to depend on dy on a CPU, so that a compiler computes the mask in the backward pass instead of saving it.
 
-    Compilers move operations that do not need dy into the forward pass, and save the mask, and that of a ReLU before
-    it, as bool tensors. Inductor writes these one element at a time on the CPU: 2 to 5 ms for 1M elements, which are
-    quantized in 0.08 ms. The compiled step of a network of six convolutions took 2.2 times as long as in float. It
+    Compilers move operations that do not need dy into the forward pass, and save the mask, and the mask of a ReLU
+    before it, as bool tensors. Inductor writes these one element at a time on the CPU: 2 to 5 ms for 1M elements, which
+    are quantized in 0.08 ms. The compiled step of a network of six convolutions took 2.2 times as long as in float. It
     takes 1.05 times as long if the backward pass computes the mask from x. The cost is memory: x itself is saved
     between the passes, unless another operation saves it anyway; eager mode saves one bit per element. GPUs write bool
     tensors as fast as others, and bool tensors take a quarter of the memory.
@@ -238,8 +238,8 @@ def apply_plan(
 ) -> Tensor | None:
     """x quantized by its plan, with gradients if they are needed; None if a parameter is not valid.
 
-    The scale is None if the parameters come from the range of x. With `factor`, which multiplies its gradient, the
-    scale may change before the backward pass.
+    The scale is None if the parameters come from the range of x. With `factor`, by which the scale's gradient is
+    multiplied, the scale may change before the backward pass.
     """
     if torch.is_grad_enabled():
         if scale is not None and (scale.requires_grad or (zero_point is not None and zero_point.requires_grad)):
@@ -260,7 +260,7 @@ class _NotValidError(Exception):
 
 
 class _Fixed(torch.autograd.Function):
-    """Only x gets a gradient; plan and parameters come in one tuple, because every argument costs time at each call."""
+    """Quantizes with a gradient of x alone; plan and parameters are one tuple, because every argument costs time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _FixedCall) -> Tensor:
@@ -279,7 +279,7 @@ class _Fixed(torch.autograd.Function):
 
 
 class _Learned(torch.autograd.Function):
-    """Also scale or zero point get a gradient."""
+    """Quantizes with gradients of x, and of scale or zero point."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, call: _LearnedCall) -> Tensor:
@@ -407,7 +407,7 @@ def quantize_as_node(
 
 
 def text_of(spec: QuantSpec) -> str:
-    """`spec.to_text()`; under a compiler, which may not compare numbers of formats, `str(spec)` if it suffices."""
+    """The text of a specification: `to_text()`, which a compiler may not run, or `str(spec)` if it suffices there."""
     text = str(spec)
     is_known = torch.compiler.is_compiling() and QuantSpec.parse(text).format is spec.format
     return text if is_known else spec.to_text()
@@ -497,7 +497,7 @@ _nodes: dict[Any, _Node] = {}
 
 
 def _node_of(of_x: tuple[Any, ...], scale: Tensor | None, zero_point: Tensor | None, text: str, by: str) -> _Node:
-    """The cached `_Node` for dtype, device, shape and compiled strides of x (`of_x`), and those of the parameters."""
+    """The cached `_Node` for such tensors; `of_x` is the dtype, device, shape and compiled strides of x."""
     of_scale = None if scale is None else (scale.dtype, scale.device, scale.shape, scale.is_contiguous())
     of_zero_point = None
     if zero_point is not None:

@@ -1,4 +1,4 @@
-"""Specifications as numbers for kernels (grids, tables, rules of scales), and reasons why kernels cannot serve."""
+"""Specifications as numbers for kernels (formats, tables, rules of scales), and reasons why kernels cannot compute."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _cannot_store(
 
 
 def in_turn(stored: ScaleSpec | None, groups: tuple[int, ...], order: tuple[int, ...] | None = None) -> int | None:
-    """How many neighbouring scales share an exact scale; 0 without a shared scale, None if such scales are apart."""
+    """How many neighbouring scales share an exact scale; 0 without shared scales, None if they are not neighbours."""
     if stored is None or stored.granularity is None or not stored.is_exact:
         return 0
     blocks, count, whole = stored.granularity.block_shape(groups), 1, True
@@ -170,7 +170,7 @@ class ScaleRule(NamedTuple):
 
 @lru_cache
 def scale_rule(spec: QuantSpec, dtype: torch.dtype, scales: int | None, offsets: int | None) -> Tensor:
-    """The ScaleRule for a dtype as float64 [26], or [52] with a rule of offsets; counts come from `in_turn`."""
+    """The ScaleRule for a dtype as float64 [26], or [52] with a rule of offsets; the counts are those of `in_turn`."""
     rules = rule_of(spec, dtype)._replace(together=scales or 0)
     if spec.offset is not None:
         largest = torch.finfo(dtype).max * (1.0 - torch.finfo(compute_dtype(dtype)).eps)

@@ -19,8 +19,8 @@ class Layout:
     `blocks` are the granularity's block sizes. `split` is the shape of the view in which each axis is split into groups
     and blocks, and `order` lists its axes from slowest to fastest in the kernel. If `dense`, no axis is split, and a
     tensor in that memory order is not copied: channels-last tensors stay channels-last. `packed_stride` are the strides
-    of such a tensor, None if not `dense`. `result_stride` are the strides of every result, without gaps and for every
-    granularity the same.
+    of a tensor in that order, None if not `dense`. `result_stride` are the strides of every result, without gaps and
+    for every granularity the same.
     """
 
     shape: tuple[int, ...]
@@ -65,8 +65,8 @@ class Layout:
         """
         if values.shape != self.group_shape:
             raise ShapeError(
-                f"parameters of shape {list(values.shape)} for a tensor of shape {list(self.shape)}, "
-                f"which has groups of shape {list(self.group_shape)}"
+                f"parameters of shape {list(values.shape)} do not fit a tensor of shape {list(self.shape)}, which "
+                f"has groups of shape {list(self.group_shape)}; give one value for each group"
             )
         if values.numel() > 1:
             values = values.permute(self.group_order).contiguous()

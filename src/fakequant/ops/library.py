@@ -170,7 +170,7 @@ def fake_quantize_with_mask(x: Tensor, params: QParams, spec: QuantSpec) -> tupl
 def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None) -> Tensor:
     """`fake_quantize` with the parameters from the range of x; the range gets no gradient.
 
-    The bits are those of measuring, choosing parameters and quantizing in turn, in fewer passes over memory. Without a
+    It gives the bits of measuring, choosing parameters and quantizing in turn, in fewer passes over memory. Without a
     seed, a seed of stochastic rounding is drawn.
 
     Raises:
@@ -221,7 +221,7 @@ def _fitted(params: QParams, x: Tensor, spec: QuantSpec) -> QParams:
         if not single and tuple(shape_of(given)) not in spec.granularity.scale_shapes(shape):
             raise ShapeError(
                 f"a parameter of shape {list(given.shape)} does not fit {spec.granularity} on a tensor of shape "
-                f"{list(x.shape)}, which has groups of shape {list(groups)}"
+                f"{list(x.shape)}, which has groups of shape {list(groups)}; give one value for each group"
             )
     if shape_of(scale) != groups:
         scale = scale.reshape(groups)

@@ -92,14 +92,14 @@ def trial(
 
 
 def linear(x: QuantizedOperand, weight: QuantizedOperand, bias: Tensor | None) -> Tensor:
-    """`products.linear`: scale and zero point of x per tensor or per row, and a weight without zero point."""
+    """`products.linear`, where x has one scale and zero point or one for each row, and the weight no zero point."""
     *axes, _ = x.codes.shape
     y = scaled(_row_sums(x, weight.codes), x.scale, weight.scale, bias)
     return y if len(axes) == 1 else y.reshape(*axes, weight.codes.shape[0])
 
 
 def linear_sums(codes: Tensor, zero_point: int, weight: Tensor) -> Tensor | None:
-    """The exact sums of `linear`, int32; None if int32 may overflow, or no integer unit computes them here."""
+    """The exact sums of products in `linear`, int32; None if int32 may overflow, or no integer unit is here."""
     if not _fit_int32(codes, weight) or linear_unavailable(codes.device.type) is not None:
         return None
     centre = torch.tensor(zero_point, device=codes.device)
@@ -125,7 +125,7 @@ def _row_sums(x: QuantizedOperand, weight: Tensor) -> Tensor:
 
 
 def matmul(x: QuantizedOperand, other: QuantizedOperand) -> Tensor:
-    """`products.matmul`: scale and zero point of x per tensor or per row, of `other` per tensor.
+    """`products.matmul`, where x has one scale and zero point or one for each row, and `other` has one.
 
     Args:
         x: int8 or uint8 [..., n, k].
@@ -377,7 +377,7 @@ def convolution(x: QuantizedOperand, weight: PackedWeight, scale: Tensor, bias: 
     Args:
         x: int8 or uint8 [n, in, ...]; scale and zero point per tensor.
         weight: the other factor.
-        scale: of the weight [out] or [1], other axes kept or not.
+        scale: the scale of the weight, [out] or [1], other axes kept or not.
         bias: [out].
     """
     if (sizes := _sizes(x.codes, weight)) is None:  # torch says what is wrong
@@ -406,7 +406,7 @@ def convolution(x: QuantizedOperand, weight: PackedWeight, scale: Tensor, bias: 
 
 
 def convolution_sums(codes: Tensor, zero_point: int, weight: PackedWeight) -> Tensor | None:
-    """The exact sums of `convolution`, int32 or float32; None if they may not fit, or no unit computes them."""
+    """The exact sums of products in `convolution`, int32 or float32; None if they may not fit, or no unit is here."""
     if not _fit_int32(codes, weight.codes) or convolution_unavailable(codes.device.type) is not None:
         return None
     if (sizes := _sizes(codes, weight)) is None:

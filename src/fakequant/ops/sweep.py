@@ -1,4 +1,4 @@
-"""Columns of a weight matrix rounded one after the other, each compensating the errors of the columns before it."""
+"""Rounds the columns of a weight matrix one after the other; each compensates the errors of those before it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def nearest(
     sign: Tensor | None,
     zero: Tensor | None,
 ) -> Tensor:
-    """A matrix rounded to the nearest values in its dtype; parameters have its shape, see `ColumnGrid`."""
+    """Round a matrix to the nearest values in its dtype; parameters have the matrix's shape, see `ColumnGrid`."""
     x = values.float() if offset is None else values.float() + offset
     x = x if sign is None else x * sign
     y = library.fake_quantize(x.contiguous(), QParams(scale, zero_point), spec)

@@ -1,4 +1,4 @@
-"""Number formats: the table, with a line for each format, and their families. Names are those of ml_dtypes."""
+"""Number formats: a table with a line for each format, and functions to find them by name, as in ml_dtypes."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class Table(NamedTuple):
 class Neighbours(NamedTuple):
     """The two values of a format on both sides of each number, as if the format had no bounds.
 
-    `share` is the distance of a number from `near` divided by that of `far` from `near`, 0 to 1. It is exact if the
-    dtype has that number; it is 0 or NaN if the number is a value itself or has no neighbours.
+    `share` is |v - near| / |far - near| for a number v, from 0 to 1. It is exact if the dtype has that quotient; it is
+    0 or NaN if v is a value of the format or has no neighbours.
     """
 
     near: Tensor
@@ -47,7 +47,7 @@ class Grid:
     """The data of a format for kernels: its bounds and the spacing of its values.
 
     `mantissa_bits` is None for the integers (spacing 1 everywhere); otherwise the spacing at 2**e is
-    2**(max(e, min_exponent) - mantissa_bits). `table` is given if no such rule holds.
+    2**(max(e, min_exponent) - mantissa_bits). A format with other values has a `table`.
     """
 
     quant_min: float
@@ -65,7 +65,7 @@ class Format(ABC):
     """Whether codes can be shifted, so that 0.0 has a code other than 0."""
 
     grid: Grid
-    """Bounds and spacing, for the kernels; made once, with the format."""
+    """The bounds and the spacing, for the kernels; it is made once, with the format."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Format:
         """The format itself: it does not change, and compilers know a registered format by its identity."""
@@ -119,7 +119,7 @@ class Format(ABC):
     @property
     @abstractmethod
     def fraction_bits(self) -> int:
-        """The binary digits after the leading one of every normal code; for integers, of the largest code."""
+        """How many binary digits follow the leading 1 of every normal code; for integers, of the largest code."""
 
     @property
     def quant_min(self) -> float:
@@ -292,7 +292,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class TableFormat(Format):
-    """Codes for the values of a table; a number goes to the nearest value, from a middle to the even code.
+    """A format whose values stand in a table. A number becomes the nearest value; a middle becomes the even code.
 
     Args:
         label: the name.
@@ -398,7 +398,7 @@ def count_of(format: Format) -> int:
 
 
 def patterns_of(codes: Tensor, format: Format) -> Tensor:
-    """Codes as int32 numbers from 0: bit patterns of floats, indices of a table, or integers minus the lowest code."""
+    """Number the codes from 0, int32: floats by bit pattern, a table by index, integers by distance from the lowest."""
     # A float of 16 bits has its sign in that of the int16 that stores it: only its bits count.
     whole = as_integers(codes.contiguous()).to(torch.int32) - lowest_of(format)
     return whole & (1 << format.bits) - 1 if format.grid.mantissa_bits is not None else whole
@@ -410,7 +410,7 @@ def as_integers(codes: Tensor) -> Tensor:
 
 
 def of_integers(codes: Tensor, format: Format) -> Tensor:
-    """The codes of `as_integers` in the storage dtype of their format."""
+    """Undo `as_integers`: the codes in the storage dtype of their format."""
     return codes.view(format.storage) if format.storage.is_floating_point else codes
 
 
@@ -555,7 +555,7 @@ class FloatFormat(Format):
 
     @property
     def nan_pattern(self) -> int:
-        """The bit pattern of NaN; that of the lowest code in formats without NaN."""
+        """The bit pattern of NaN; in a format without NaN, the pattern of the lowest code."""
         sign = 1 << self.bits - 1
         return {
             Specials.IEEE: sign - 1,
@@ -621,7 +621,7 @@ class ExponentFormat(Format):
         return 0
 
     def round(self, v: Tensor) -> Tensor:
-        """The nearest power of two; from the middle of two, 1.5 times the lower, the upper."""
+        """The nearest power of two; a middle, which is 1.5 times a power, becomes the upper one."""
         below = power_of_two_below(v)
         return torch.where(v < below * 1.5, below, below * 2.0)
 
@@ -637,7 +637,7 @@ class ExponentFormat(Format):
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2**exponent of int64 exponents, normal float64 numbers: the exponent field is written, for exp2 may be inexact.
+    """2**exponent of int64 exponents as normal float64 numbers: the exponent field is written, for exp2 may be inexact.
 
     >>> power_of_two(torch.tensor([-1, 10]))
     tensor([5.0000e-01, 1.0240e+03], dtype=torch.float64)

@@ -74,7 +74,7 @@ def unpack(stored: Tensor, bits: int, count: int) -> Tensor:
 
 
 def unpack_bytes(stored: Tensor, bits: int, count: int) -> Tensor:
-    """The first `count` numbers that `pack` packed, uint8 [..., count], on the device of `stored`, by torch alone."""
+    """Unpack the first `count` numbers that `pack` packed to uint8 [..., count] by torch alone, on their device."""
     if _TOGETHER % bits:
         parts = pad(stored, (0, -stored.shape[-1] % bits)).unflatten(-1, (-1, bits)).to(torch.int64)
         word = (parts << torch.arange(0, 8 * bits, 8, device=stored.device)).sum(-1, keepdim=True)

@@ -314,7 +314,7 @@ class TritonKernels(Kernels):
         return self.layout.unpack_groups(result).to(parameter.dtype)
 
     def _random(self, seed: Tensor | None, packed: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
-        """The random source: words in the kernel's order, a seed on the device, or a seed as a number."""
+        """The source of random numbers: words in the kernel's order, a seed on the device, or a seed as a number."""
         seed = seed_of(seed, self.spec)
         if seed is None:
             return None, None, 0

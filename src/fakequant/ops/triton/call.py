@@ -1,7 +1,7 @@
 """The compile-time constants of the kernels; imports no triton.
 
-A kernel is compiled for every different value of `KernelCall`, `Tiling` and `Sweep`, so these hold only constants that
-kernels read, and none that changes with every shape.
+A kernel is compiled for every different value of `KernelCall`, `Tiling` and `Sweep`. So these classes hold only
+constants that kernels read, and no number that changes with every shape.
 """
 
 from __future__ import annotations
@@ -85,12 +85,13 @@ class Tiling:
     """How the kernel finds the group of each element in a block.
 
     Attributes:
-        kind: "single": there is one group. "whole": a block lies in one run of memory under one scale. "long": in at
-            most two runs. "eights": every eight elements lie in one run. "any": each element may be in another run.
+        kind: "single": there is one group. "whole": a block lies in one run of memory under one scale. "long": a block
+            lies in at most two runs. "eights": every eight elements lie in one run. "any": each element may be in
+            another run.
         run: the length of runs if it is a power of two and the kind is "eights", else 0.
         columns: the number of groups side by side, if that is a power of two and each is one element wide; else 0.
         one_row: whether run i lies in group i.
-        one_plane: if not, whether a row contains all groups. Both are False if the kernel does not use them.
+        one_plane: if not `one_row`, whether a row contains all groups. Both are False if the kernel does not use them.
         wide: whether positions need 64 bits.
     """
 

@@ -52,7 +52,7 @@ def draw_word(position, seed):
 
 @triton.jit
 def load_seed(seed, seed_value):
-    """The seed, from the tensor `seed`, or the number `seed_value` if that is None."""
+    """The seed, from the tensor `seed`, or the number `seed_value` if `seed` is None."""
     if seed is not None:
         return tl.load(seed)
     else:
@@ -149,7 +149,7 @@ def at_most(bound, v):
 
 @triton.jit
 def power_of_two_scale(amax, RULE: tl.constexpr):
-    """A power-of-two scale: the exponent of amax / divisor, plus offset, up at `up_from` and down at `down_at`."""
+    """2**e: e is the exponent of amax / divisor, plus `offset`, plus 1 from `up_from` on, minus 1 at `down_at`."""
     v = divide(amax, tl.full(amax.shape, RULE.divisor, amax.dtype))
     lifted = v < smallest_normal(v)
     if v.dtype == tl.float64:
@@ -172,7 +172,7 @@ def power_of_two_scale(amax, RULE: tl.constexpr):
 
 @triton.jit
 def scale_under_a_scale(amax, whole, RULE: tl.constexpr):
-    """code * shared, with shared = whole / (bound * largest code) and code = amax / (bound * shared) rounded."""
+    """The scale code * shared: shared = whole / (bound * largest code), code = amax / (bound * shared) rounded."""
     SCALES: tl.constexpr = RULE.scales
     shared = divide(whole, tl.full(whole.shape, RULE.divisor, whole.dtype))
     shared = at_least(smallest_normal(shared), shared)
@@ -232,8 +232,8 @@ def choose_params(low, high, whole, CALL: tl.constexpr):
 def load_params(scale_or_whole, zero_point, low, high, group, inside, COMPUTE: tl.constexpr, CALL: tl.constexpr):
     """Load or compute scale, reciprocal, zero point and range of groups; results without a use are copies of the scale.
 
-    `scale_or_whole`: the scales; if `CALL.rule` computes them, the largest magnitude of all, or None. Then `low` and
-    `high` are magnitudes, too.
+    `scale_or_whole` is the scales, or, if `CALL.rule` computes them, the largest magnitude of the tensor, or None.
+    Then `low` and `high` are magnitudes, too.
     """
     if CALL.rule is not None:
         farthest = tl.load(high + group, mask=inside, other=0.0)
@@ -423,7 +423,7 @@ def magnitudes(v, inside):
 
 @triton.jit
 def places_of_sweep(step, n, run, columns, period, steps, SWEEP: tl.constexpr):
-    """Positions of a block [rows, width] and whether each is valid; groups of the reduced block and whether each is.
+    """Positions of a block [rows, width] and groups of the reduced block; each is followed by flags of what is valid.
 
     The groups [rows] or [width] are the same in every step.
     """
@@ -547,7 +547,7 @@ def to_code(code, table, CALL: tl.constexpr):
 
 @triton.jit
 def float_pattern(code, CALL: tl.constexpr):
-    """The bit pattern of a small float: the bits of the wide float with another exponent bias; subnormals in steps."""
+    """The bit pattern of a small float: for normal numbers the exponent bias changes, for subnormals steps count."""
     magnitude = tl.abs(code)
     if code.dtype == tl.float64:
         cut = (bits_of(magnitude) >> (52 - CALL.mantissa_bits)).to(tl.int32)
@@ -616,7 +616,7 @@ def pack_bits(inside):
 
 @triton.jit
 def words_of_block(words, seed, seed_value, start, position, n, BLOCK: tl.constexpr):
-    """A random word for every element: loaded in the kernel's order, or drawn if the order is row-major."""
+    """A random word for every element: drawn if the kernel's order is row-major, else loaded from `words`."""
     if words is not None:
         return tl.load(words + position, mask=position < n, other=0).to(tl.uint32, bitcast=True)
     else:

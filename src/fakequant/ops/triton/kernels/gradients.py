@@ -85,7 +85,7 @@ def products_of_step(
 
 @triton.jit
 def kinds_of(product):
-    """The exponent fields of finite products, and flags of the others: 1 inf, 2 -inf, 4 NaN."""
+    """The exponent fields of finite products, and for each other product a flag: 1 for inf, 2 for -inf, 4 for NaN."""
     pattern = product.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
     field = tl.where(pattern < 0x7FF0000000000000, pattern >> 52, 0)
     kind = tl.where(product == float("inf"), 1, 0) | tl.where(product == -float("inf"), 2, 0)

@@ -43,7 +43,7 @@ def observe_kernel(
     x, low, high, counts, inverse, groups, elements, BINS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Raise the keys [groups] to those of lowest and highest values, and add to counts [groups, 2, BINS] if not None.
+    """Raise the keys [groups] of lowest and highest values, and add to counts [groups, 2, BINS] if not None.
 
     The first bins of either sign hold zeros, half of all values after a ReLU. They are summed before the atomic
     addition, because atomic additions to one address wait for each other.
@@ -81,7 +81,7 @@ def observe_kernel(
 
 @triton.jit
 def end_of(key):
-    """The number of a key: 0.0 for -0.0, and NaN for numbers that are not finite."""
+    """The number of a key; -0.0 becomes 0.0, and numbers that are not finite become NaN."""
     v = number_of(key_of(key))
     return tl.where(tl.abs(v) < float("inf"), v + 0.0, float("nan"))
 

@@ -1,4 +1,4 @@
-"""Columns of a weight matrix rounded one after the other, with the roundings and order of sums of ops/sweep.py."""
+"""Rounds the columns of a weight matrix one after the other, with the roundings and order of sums of ops/sweep.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fakequant.ops.triton.kernels.rounding import bits_of, clamp, number_of
 def nearest_of_column(
     v, group, position, there, scale, zero_point, offset, sign, zero, zeros, table, CALL: tl.constexpr
 ):  # fmt: skip
-    """A column rounded to nearest; `group` are the offsets of its parameters, `position` those of its elements."""
+    """Round a column to nearest; `group` are the positions of its parameters in memory, `position` of its elements."""
     x = v
     if offset is not None:
         x = x + tl.load(offset + group, mask=there, other=0.0)
@@ -38,7 +38,7 @@ def sweep_kernel(
     wanted, left, shares, errors, missed, runs, scale, zero_point, offset, sign, zero, zeros, table,
     rows, columns, stride, CALL: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Round ROWS rows of [columns, rows], each column compensating the errors of those before; COLUMNS >= columns."""
+    """Round ROWS rows of [columns, rows]; each column compensates the errors of those before it; COLUMNS >= columns."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     there, place = row < rows, tl.arange(0, COLUMNS)
     positions = place.to(tl.int64)[:, None] * rows + row[None, :]
