@@ -214,9 +214,9 @@ def test_codes_of_another_format_are_refused():
         torch.save(given, file)
         file.seek(0)
         state = torch.load(file)
-        with pytest.raises(ConfigError, match=r"codes of 1\.weight are int4 .*, and those of the model nf4"):
+        with pytest.raises(ConfigError, match=r"codes of 1\.weight are int4 .*, but the model stores codes of nf4"):
             nf4.load_state_dict(state)
-    with pytest.raises(ConfigError, match=r"the codes of 0\.weight are unknown, and those of the model int8"):
+    with pytest.raises(ConfigError, match=r"the codes of 0\.weight are unknown, but the model stores codes of int8"):
         int4.load_state_dict({name: own for name, own in state.items() if not name.endswith("_spec")})
 
 

@@ -29,26 +29,26 @@ from fakequant.ops import library
 from fakequant.ops.graph_operators import is_compiled_in_transforms, is_recorded, needs_tracing, quantize_as_node
 
 _AXES = {0: {-1: 0, 0: 1}, 1: {-1: 1, 0: 0}}
-"""By the axis of an operand that the product sums over: the operand's axis for each axis of a specification."""
+"""For the axis of a factor that the product sums over: the factor's axis for each axis of a specification."""
 
 
 @dataclass(frozen=True)
 class GradientConfig:
-    """How the operands of a layer's backward products are quantized, by default with the range of each tensor.
+    """How the factors of a layer's backward products are quantized, by default with the range of each tensor.
 
-    The gradient dy of the output is an operand of both products: dx = dy W, a sum over outputs, and dW = dy^T x, a sum
-    over tokens. In a specification axis -1 is the axis of the sum, and axis 0 the other one.
+    The gradient dy of the output is a factor of both products: dx = dy W, a sum over outputs, and dW = dy^T x, a sum
+    over tokens. In a specification axis -1 is the axis of the sum, and axis 0 the other axis.
 
     Args:
         gradient: the specification of dy in both products; stochastic rounding keeps the gradient unbiased. Infinity
             becomes NaN, so that a GradScaler sees it.
-        input: that of x in dW, before the quantizer of x; None: x as quantized for the forward product.
-        weight: that of W in dx, before the quantizer of W; None: W as quantized for the forward product, which suits
-            square blocks.
-        hadamard: the block of a Hadamard matrix with random signs, by which both operands of a product are multiplied
-            along the axis of its sum before they are quantized, so that a large value is spread. Only
-            if both operands are quantized here: in dW by `input`, in dx by `weight`; never in convolutions, which also
-            sum over positions. 0: no matrix.
+        input: the specification for the unquantized x in dW; None: dW reads x as quantized for the forward product.
+        weight: the specification for the unquantized W in dx; None: dx reads W as quantized for the forward product,
+            which suits square blocks.
+        hadamard: the block of a Hadamard matrix with random signs, by which both factors of a product are multiplied
+            along the axis of the sum before they are quantized, so that a large value is spread. It is used in dW if
+            `input`, in dx if `weight` is a specification; never in convolutions, which also sum over positions. 0: no
+            matrix.
 
     Raises:
         SpecError: no specification of the gradient, or one that cannot be read.
@@ -65,7 +65,7 @@ class GradientConfig:
     weight: QuantSpec | None = None
     hadamard: int = 0
     operands: dict[tuple[str, int], QuantSpec | None] = field(init=False, repr=False, compare=False)
-    """The specification by the operand's name, and by the axis of the operand (0 or 1) that the product sums over."""
+    """The specification by the factor's name, and by the axis of the factor (0 or 1) that the product sums over."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ signs, as in NVIDIA's recipe."""
 def rotated(x: Tensor, block: int, axis: int = 0) -> Tensor:
     """Multiply blocks of the first or second axis of x by a Hadamard matrix with random signs; zeros pad the end.
 
-    The matrix is orthogonal: rounding aside, rotating both operands keeps a sum of products along the axis.
+    The matrix is orthogonal: rounding aside, rotating both factors keeps a sum of products along the axis.
 
     >>> x = torch.tensor([[8.0], [0.0], [0.0]])
     >>> rotated(x, 4).flatten()
@@ -196,7 +196,7 @@ class Backward(NamedTuple):
     config: GradientConfig
 
     def quantized(self, operand: str, axis: int, x: Tensor) -> Tensor:
-        """The operand "gradient", "input" or "weight", quantized for a sum over `axis`; unchanged without a spec."""
+        """Quantize the factor called "gradient", "input" or "weight" for a sum over `axis`; without a spec it stays."""
         spec = self.config.operands[operand, axis]
         if spec is None:
             return x
@@ -224,7 +224,7 @@ class Trained(nn.Module):
 
 
 class Factor(NamedTuple):
-    """A factor of a product, quantized and unquantized; twice the quantized tensor if gradients stay in float."""
+    """A factor of a product, quantized (`value`) and not (`before`); the same tensor if gradients stay in float."""
 
     value: Tensor
     before: Tensor
@@ -242,7 +242,7 @@ class Factor(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The two backward products of one product, with their operands quantized."""
+    """The two backward products of one product, with their factors quantized."""
 
     how: Backward
     product: WeightedSum
@@ -263,7 +263,7 @@ class Gradients(NamedTuple):
     def _operands(
         self, dy: Tensor, rounded: Tensor | None, axis: int, other: Tensor, name: str
     ) -> tuple[Tensor, Tensor]:
-        """dy and the other operand, quantized and perhaps rotated, for a sum over `axis` of dy."""
+        """dy and the other factor, quantized and perhaps rotated, for a sum over `axis` of dy."""
         config = self.how.config
         if config.hadamard and self.product.rotates and config.operands[name, 0] is not None:
             dy, other = rotated(dy, config.hadamard, axis), rotated(other, config.hadamard)
@@ -472,7 +472,7 @@ def multiplied(
     """The product of two factors, with quantized backward products if gradients are computed and a factor is quantized.
 
     Args:
-        how: how its backward products are quantized; None leaves them in float.
+        how: how the backward products are quantized; None leaves them in float.
         x: the input.
         weight: the weight, or the other input.
         bias: added to the product.
@@ -516,7 +516,7 @@ def matmul(how: Backward | None, x: Factor, other: Factor) -> Tensor:
 
 
 def trained_product(layer: Any, x: Tensor, config: GradientConfig) -> Tensor | None:
-    """The output of a quantized layer with quantized backward products; None where these do not apply.
+    """The output of a quantized layer whose backward products are quantized, too; None if they are not.
 
     A layer whose quantizers are off computes in float, gradients too. An exporter or torch.jit.trace records the layer
     without quantized backward products, since its graph cannot express them.

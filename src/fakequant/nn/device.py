@@ -48,7 +48,7 @@ _STRIDED = "strided depthwise"
 _MEANS = ("mean", *(f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)))
 
 _MOST = 32
-"""How many constants are kept for one product; each grid of codes that stores the product adds some."""
+"""How many constants are cached for one product; each `CodeGrid` to which the product is rounded adds some."""
 _Made = TypeVar("_Made")
 
 
@@ -56,7 +56,7 @@ class CodeGrid(NamedTuple):
     """The values of a quantizer's codes: (code - zero_point) * scale.
 
     Attributes:
-        scale: float64, of one element, or of one for each channel with the tensor's axes.
+        scale: float64, one number, or one for each channel in the tensor's axes.
         zero_point: the code of 0.
         low: the smallest code.
         high: the largest code.
@@ -82,7 +82,7 @@ class CodeGrid(NamedTuple):
 
 
 class Kept:
-    """The grid, packed weight and constants that a quantizer keeps between calls; copies and pickles are empty."""
+    """The `CodeGrid`, packed weight and constants that a quantizer caches between calls; a copy or pickle is empty."""
 
     stores: tuple[Any, ...] | None = None
     """The device and settings under which the last call stored codes; None before."""
@@ -94,7 +94,7 @@ class Kept:
         self._made: dict[Any, Any] = {}
 
     def grid(self, scale: Tensor, zero_point: Tensor | None, low: int, high: int) -> CodeGrid:
-        """The grid of codes; the object of the last call if scale, zero point and bounds are equal."""
+        """The `CodeGrid` of these parameters: the object of the last call if they are the same."""
         # `item` takes 0.3 us of a number; `torch.equal` 1.5 us.
         numbers = low, high, *(x.item() if x.numel() == 1 else x.shape for x in (scale, zero_point) if x is not None)
         if self._grid is not None:
@@ -130,9 +130,9 @@ class GridCodes(NamedTuple):
     """A tensor as codes in the device's memory.
 
     Attributes:
-        stored: codes in a dtype of integers; in one of floats where gradients are wanted, or values may be NaN.
-        grid: their values.
-        kept: of a weight, what its quantizer keeps of it.
+        stored: the codes in an integer dtype; in a float dtype if gradients are wanted, or values may be NaN.
+        grid: the values of the codes.
+        kept: for a weight, the cache of its quantizer.
     """
 
     stored: Tensor
@@ -159,11 +159,11 @@ class Sums(NamedTuple):
     """A product before it is rounded to codes: sums * of_input * of_weight + bias.
 
     Attributes:
-        sums: exact integers, in a dtype that holds them: int32, float32 or float64.
+        sums: the exact sums of products of codes, in a dtype that holds them: int32, float32 or float64.
         of_input: the scale of the input, float64, of one element.
         of_weight: the scales of the other factor, float64, broadcasts with the sums.
         bias: float64, broadcasts with the sums.
-        kept: constants that a rule made for the same scales and bias in earlier calls, by keys of its choice.
+        kept: constants that a rule made for the same scales and bias in earlier calls, by keys that the rule chose.
         of_zero: where the input has codes of more than 8 bits, its zero point times the sums of the weight's codes,
             float64, broadcasts with the sums.
     """
@@ -185,7 +185,7 @@ class Sums(NamedTuple):
         return torch.addcmul(self.bias, self.sums.double(), self.of_weight * self.of_input).to(dtype)
 
     def once(self, key: tuple[Any, ...], to: CodeGrid, make: Callable[[], _Made]) -> _Made:
-        """The constants of a rule for a grid of codes, made once; they depend on scales and bias, not on sums."""
+        """The constants of a rule for codes in `to`, made once; they depend on scales and bias, not on sums."""
         key = *key, id(to.scale), to.zero_point
         kept = {} if self.kept is None else self.kept
         if key not in kept:
@@ -194,7 +194,7 @@ class Sums(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors that a function reads; for a mean, the sums of codes, and the count of elements in each sum."""
+    """The tensors of codes that a function reads; for a mean they hold sums, each of `summed` elements."""
 
     tensors: tuple[GridCodes, ...]
     summed: int = 1
@@ -211,11 +211,11 @@ class Computed:
 
     Attributes:
         function: the canonical name of the function, or "strided depthwise".
-        parts: the sums or the tensors from which the result is computed.
+        parts: the `Sums` or `Operands` from which the result is computed.
         least: the lower bound, of a ReLU.
         most: the upper bound, of a ReLU6.
         is_whole: whether all codes in it are integers, and none is NaN.
-        made: the codes of the result, by the grid for which they were made.
+        made: the codes of the result, by the parameters of the quantizer for which they were made.
         moves: the functions, in order, that reshaped the result or took the maximum of neighbours. Codes rise with
             their values, so that the maximum can be taken of codes, too.
     """
@@ -234,11 +234,11 @@ class Device:
     """The arithmetic of an engine: the rules that round results of functions to codes.
 
     Attributes:
-        name: of the engine.
+        name: the name of the engine.
         rules: by the canonical name of a function, "strided depthwise" for these convolutions, and "product" for all
             convolutions, linear layers and matrix products that have no rule by name. A rule takes `Sums` or
-            `Operands`, and the quantizer's grid with the bounds of a ReLU; it returns a new tensor of codes, as floats,
-            or as integers that are clamped to the bounds.
+            `Operands`, and the quantizer's `CodeGrid` with the bounds of a ReLU; it returns a new tensor of codes, as
+            floats, or as integers that are clamped to the bounds.
         source: the program from which the rules come, and how far the rules were compared with it.
         wide: the rules where activations have codes of 16 bits, before and after the function.
         unsigned: whether codes of activations are unsigned.
@@ -254,7 +254,7 @@ class Device:
         return f"Device({self.name!r}, rules for {', '.join(sorted(self.rules))})"
 
     def codes(self, computed: Computed, to: CodeGrid) -> Tensor | None:
-        """The codes of a result in a grid, or None where the device has no rule for the function."""
+        """The codes of a result for a quantizer that stores in `to`; None if the device has no rule for it."""
         rules = self.wide if to.is_wide else self.rules
         rule = rules.get(computed.function)
         if rule is None and isinstance(computed.parts, Sums):
@@ -315,7 +315,7 @@ class DeviceTensor(Tensor):
         has: GridCodes | Computed,
         device: Device,
     ) -> DeviceTensor:
-        """A tensor like that from `of`, whose values `compute` makes when they are read, in the dtype of `like`."""
+        """A tensor as from `of`, whose values `compute` makes when they are read, in the dtype of `like`."""
         empty = _nan(like.dtype, like.device).expand(shape)
         made = cls.of(empty, has, device)
         made.late = compute
@@ -395,7 +395,7 @@ def plain(value: Any) -> Any:
 
 
 class _Straight(torch.autograd.Function):
-    """The values of the device forward, the gradient of the simulation backward."""
+    """Returns the values of the device in the forward pass, and the gradient of the simulation in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, simulated: Tensor, values: Tensor) -> Tensor:
@@ -419,7 +419,7 @@ def stored(
     Args:
         device: the arithmetic.
         x: the quantizer's input.
-        grid: the quantizer's grid of codes.
+        grid: the values of the quantizer's codes.
         quantize: fake-quantizes x; its values count where no rule computed the codes of x.
         encode: returns the codes of x, or None if x holds NaN; if `encode` is None, `quantize` is called.
         kept: the cache of a weight's quantizer.
@@ -451,7 +451,7 @@ def _device_of(*tensors: Any) -> Device | None:
 
 
 def _call(func: Any, args: Any, kwargs: Any, device: Device, computed: Computed, shape: Sequence[int]) -> Tensor:
-    """Call a function on values, and attach the computed result; the call waits if the values of all operands wait."""
+    """Call a function on values, and attach `computed`; values are computed late if those of all arguments are."""
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, DeviceTensor)]
     is_late = all(x.late is not None and x.dtype == operands[0].dtype for x in operands) and "dtype" not in kwargs
     if torch.is_grad_enabled() or not is_late:
@@ -609,7 +609,7 @@ def _exact_sums(
 
 
 def _bounded(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
-    """A ReLU, ReLU6 or hardtanh of a result before it is rounded, which engines fuse; else NotImplemented."""
+    """Bound a result before it is rounded by a ReLU, ReLU6 or hardtanh, which engines fuse; else NotImplemented."""
     (x,) = arguments_of(called, args, kwargs).values()
     if not isinstance(x, DeviceTensor) or not isinstance(x.has, Computed):
         return NotImplemented
@@ -623,7 +623,7 @@ def _bounded(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _moved(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Codes, or a result before it is rounded, after a reshape or a maximum of neighbours; else NotImplemented."""
+    """Reshape codes or an unrounded result, or take the maximum of neighbours; else NotImplemented."""
     x = args[0]
     if not isinstance(x, DeviceTensor) or x.has is None:
         return NotImplemented
@@ -676,7 +676,7 @@ def _summed(name: str, args: Any, kwargs: Any, x: Tensor, result: Tensor) -> int
 
 
 def _of_stored(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
-    """A function of tensors of codes that has a rule on the device, such as a sum or a mean; else NotImplemented."""
+    """Call a function of codes that has a rule on the device, such as a sum or a mean; else NotImplemented."""
     tensors, name = tuple(arguments_of(called, args, kwargs).values()), called.function.name
     if len(tensors) < called.function.fewest or (device := _device_of(*tensors)) is None:
         return NotImplemented

@@ -195,14 +195,14 @@ class SiteOperand:
 
 @dataclass(frozen=True)
 class SiteFunction:
-    """A function whose calls can be sites, which have quantizers.
+    """A function whose calls can have quantizers; such a call is a site, see `nn/sites.py`.
 
     Attributes:
         name: the canonical name, under which calls are counted and quantizers named.
         operands: the tensor arguments; empty if the function takes a list of tensors, see `list_position`.
         traits: how the function treats values.
         also: torch's other names of the function, and operators with their namespace, as "mylib::product".
-        fewest: how many float tensors a call needs to be a site: with 2, `x + 1` is none.
+        fewest: how many float tensors a call needs to be a site: with 2, `x + 1` is no site.
         list_position: the first argument that belongs to a list of tensors, or None.
         equation: returns the `einsum` equation of a call's arguments; None if the axes of `operands` always hold.
         multiplications: counts multiply-accumulates, from the count of results and the operands, where torch's counter
@@ -420,7 +420,7 @@ _IN_PYTHON = tuple((method, CALLED_AS.pop(method)) for method in (Tensor.__rsub_
 
 
 def called_as(func: Any) -> CalledAs | None:
-    """The function that an object of torch calls, and how; None if the object's calls cannot be sites.
+    """The function that an object of torch calls, and how; None if the object's calls cannot have quantizers.
 
     >>> called_as(torch.Tensor.__rsub__).function.name
     'sub'
@@ -474,7 +474,7 @@ def canonical_ops(ops: Iterable[str]) -> frozenset[str]:
 
 
 def arguments_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call at the places of its operands, by name."""
+    """The arguments of a call that the table names as operands, by name."""
     return {name: holder[key] for name, holder, key in places_of(called, list(args), dict(kwargs))}
 
 

@@ -110,7 +110,7 @@ def mixes_dtypes(x: Tensor, other: Tensor) -> bool:
 class Ready:
     """A layer's cached preparation for integer products: the reason why it is simulated, or the packed weight.
 
-    Cached because a Python call costs as much as encoding thousands of elements. Copies and pickles are None.
+    It is cached because a Python call costs as much as encoding thousands of elements. Copies and pickles are None.
     """
 
     def __init__(self, state: tuple[Any, ...], reason: str | None, places: ConvParams) -> None:

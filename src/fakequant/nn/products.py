@@ -1,7 +1,7 @@
 """The weights of layers and functions, and how each multiplies rows of an input.
 
-`layer.products()` and `site.products()` give a `Product` for each weight, so algorithms, files and reports need no
-layer classes. A matrix gives a `MatrixProduct`; algorithms round other weights to nearest, and list them.
+`layer.products()`, and `products()` of a call of a function with quantizers (a `Site`), give a `Product` for each
+weight, so algorithms, files and reports need no layer classes. A matrix gives a `MatrixProduct`; algorithms round other
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Product:
 
         Raises:
             ConfigError: the weight has no quantizer, or is computed.
-            Exception: as of `Quantizer.fix_codes`; the quantizer stays as it was.
+            Exception: as from `Quantizer.fix_codes`; the quantizer stays as it was.
         """
         quantizer, parameter = self.quantizer, self.parameter
         if quantizer is None or parameter is None:
@@ -148,7 +148,7 @@ class MatrixProduct(Product):
     """The product of rows of an input with a weight [out, in], as in a linear layer."""
 
     readers: int = 1
-    """How many weights multiply the layer's first input, so that a transform changes them all; 0: it can have none."""
+    """How many weights multiply the layer's first input; a transform changes them all. 0: the input can have none."""
 
     takes_parts: ClassVar[bool] = False
     """Whether the rows can be computed for some channels of the input at a time."""

@@ -1,7 +1,7 @@
 """A quantizer is off, shows tensors to a calibrator, or fake-quantizes them; it may hold fixed codes of a weight.
 
 peft freezes all parameters but the adapter's, and saves nothing else, except for modules of its class
-`AuxiliaryTrainingWrapper`, which define what is saved of them. If peft is imported, a quantizer becomes such a module,
+`AuxiliaryTrainingWrapper`, which say what is saved of them. If peft is imported, a quantizer becomes such a module,
 so that its ranges train and are saved with the adapter, without a call of the user.
 """
 
@@ -200,7 +200,7 @@ def _state_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 
 MERGED = "trained_merged"
-"""The flag of an adapter trained as merged: an attribute of the weight's quantizer, and a key beside the adapter's."""
+"""The name of the flag of adapters trained as merged: in the weight's quantizer, and beside the adapter's keys."""
 
 
 def join_adapters(quantizer: nn.Module) -> None:
@@ -365,7 +365,7 @@ class Quantizer(QuantizerPart):
     keeps_codes = False
     """Whether fixed codes stay while training moves the learned scale, until `stop_learning`."""
     _kept: Kept | None = None
-    """The grid, packed weight and constants that calls under a device reuse."""
+    """The `CodeGrid`, packed weight and constants that calls under a device reuse."""
     _weight_pending = False
     """Whether the next call must set its weight to the dequantized fixed codes."""
     _is_trained = False
@@ -399,7 +399,7 @@ class Quantizer(QuantizerPart):
 
     @property
     def trained_spec(self) -> QuantSpec:
-        """The specification; while the range is learned, with the gradient of the learning method."""
+        """The specification; while the range is learned, its gradient is the one of the learning method."""
         return self.spec if (learned := self.learned) is None else learned.spec
 
     @property
@@ -443,7 +443,7 @@ class Quantizer(QuantizerPart):
         return nn.Module.__call__(self, x)
 
     def _grid(self, x: Tensor) -> CodeGrid | None:
-        """The grid of codes with which a device stores x; None while tracing, or where the device has no rule."""
+        """The `CodeGrid` with which a device stores x; None while tracing, or where the device has no rule."""
         if torch.compiler.is_compiling() or (not isinstance(x, DeviceTensor) and library.needs_tracing(x)):
             return None
         scale, fmt = self._buffers["scale"], self.spec.format
@@ -462,7 +462,7 @@ class Quantizer(QuantizerPart):
 
     @property
     def may_be_skipped(self) -> bool:
-        """Whether a call may be skipped: the quantizer has no hooks, and `forward` is that of the class."""
+        """Whether a call may be skipped: the quantizer has no hooks, and runs the `forward` of its class."""
         return type(self).forward is Quantizer.forward and has_no_hooks(self)
 
     def _codes_alone(self, x: Tensor) -> Tensor | None:
@@ -488,7 +488,7 @@ class Quantizer(QuantizerPart):
         return "it has no range yet: call fakequant.calibrate before" if self.scales_each_call else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, unchanged or fake-quantized as the mode says [shape of x], in its dtype; mode OBSERVE also calibrates."""
+        """Return x, unchanged or fake-quantized by the mode, in its shape and dtype; mode OBSERVE calibrates, too."""
         if self.mode is not Mode.QUANTIZE:
             # A weight comes with every batch, and counts once.
             is_seen = self.kind is Kind.WEIGHT and self.calibrator is not None and self.calibrator.observed
@@ -726,7 +726,7 @@ class Quantizer(QuantizerPart):
     def fix_global_scale(self, global_scale: Tensor) -> None:
         """Fix the global scale, 1 / the scale of the tensor, float32 [1]; the scales of its blocks stay dynamic.
 
-        Raises a ConfigError if the quantizer is not dynamic, a QParamsError as of `check_global_scale`.
+        Raises a ConfigError if the quantizer is not dynamic, a QParamsError as `check_global_scale` does.
         """
         if not self.dynamic:
             raise ConfigError(f"{self._title()} is not dynamic: its scales are fixed by calibrate")
@@ -734,7 +734,7 @@ class Quantizer(QuantizerPart):
         self.global_scale = global_scale.detach().clone()
 
     def freeze(self, x: Tensor) -> None:
-        """Fix scale and zero point at those of x; groups that are all zeros get theirs from `fill_empty_groups`."""
+        """Fix scale and zero point at those of x; groups that are all zeros follow `fill_empty_groups`."""
         range = library.measure(x, self.spec.granularity)
         filled = range if bool(range.amax.all()) else fill_empty_groups(range, self.spec)
         keeps = filled is range and not self.scales_each_call
@@ -772,7 +772,7 @@ class Quantizer(QuantizerPart):
         ['lsq.step']
         """
         if self.dynamic:
-            raise ConfigError(f"{self._title()} is dynamic: its range comes from every tensor anew")
+            raise ConfigError(f"{self._title()} is dynamic, so that there is no range to learn; prepare it static")
         if not self.calibrated:
             raise ConfigError(f"{self._title()} has no range to learn; calibrate it first")
         if self.by_value is not None:
@@ -853,7 +853,7 @@ class Quantizer(QuantizerPart):
 
         Args:
             codes: in the shape of the weight and the storage of the format, as `fakequant.quantize` gives them.
-            weight: the parameter; without it, the one of the next call.
+            weight: the parameter; None: the weight of the next call.
 
         Raises:
             ConfigError: a quantizer of an input, a learned range, or a weight that is sharded or holds no values.
@@ -1016,8 +1016,8 @@ class Quantizer(QuantizerPart):
                 if self._differs:
                     warn_user(  # without the name of the layer: it is one line for all layers of a model
                         "weights changed since their codes were fixed: all codes of such a weight are made from it "
-                        "again, which changes codes beside those of the changed values, too; restore the weight, or "
-                        "fix its codes anew by Quantizer.fix_codes",
+                        "again, which may also change codes of values that stayed; restore the weight, or fix its "
+                        "codes anew by Quantizer.fix_codes",
                         StaleScaleWarning,
                     )
         elif key is None or self._last_check != (key, True):
@@ -1065,9 +1065,9 @@ class Quantizer(QuantizerPart):
             )
         if is_sharded(x):
             raise ConfigError(
-                f"the codes of {self.name or self} are fixed, and quantizing its weight, which is sharded over "
-                "processes, may give others; call release_codes() on the quantizer, or shard no weight of this layer. "
-                "Call a model once before you compile it, so that it is known whether codes differ"
+                f"the codes of {self.name or self} are fixed, and quantizing the weight, which is sharded over "
+                "processes, may give other codes; call release_codes() on the quantizer, or shard no weight of this "
+                "layer. Call a model once before you compile it, so that it is known whether codes differ"
             )
         if not self._fits(x):
             return None

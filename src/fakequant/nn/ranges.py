@@ -4,7 +4,7 @@ A method of learning computes scale and zero point from its parameters by differ
 gives scale and zero point their gradients. A new method is one class here.
 
 A value of the batch, such as a timestep, chooses among several ranges of a tensor. A hook reads the value before the
-model's `forward`. The quantizers take the range of its bin. Outside of such a call the quantizers raise an error.
+model's `forward`, and the quantizers take the range for it. Outside of a call of the model they raise an error.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def check_global_scale(global_scale: Tensor, spec: QuantSpec) -> None:
 
 
 def params_under(x: Tensor, spec: QuantSpec, global_scale: Tensor) -> QParams:
-    """The scales of the blocks of x: amax / bound * global_scale, rounded to the scales' format, over global_scale.
+    """The scales of the blocks of x: amax / bound * global_scale in the scales' format, divided by global_scale.
 
     The operations and their order are those of compressed-tensors, `calculate_qparams`.
     """
@@ -214,8 +214,8 @@ class LearnedRange(QuantizerPart, ABC):
         super().__init__()
         if spec.arithmetic.has_two_scales:
             raise ConfigError(
-                f"{spec} makes codes by another scale than it decodes them, so that no one scale can be learned; leave "
-                "it as calibrated or dynamic, or use the arithmetic divide"
+                f"{spec} makes codes by another scale than it decodes them, so that no single scale can be learned; "
+                "keep the range calibrated or dynamic, or use the arithmetic divide"
             )
         if not spec.is_plain:
             raise ConfigError(
@@ -238,7 +238,7 @@ class LearnedRange(QuantizerPart, ABC):
 
     @abstractmethod
     def qparams(self, elements: int) -> QParams:
-        """The present scale and zero point, differentiable; `elements` of the tensor share a scale."""
+        """The present scale and zero point, differentiable; `elements` counts the elements that share a scale."""
 
     def vanished(self) -> tuple[int, int]:
         """How many scales training drove to 0 or below, where groups lose their values; and how many there are."""
@@ -311,7 +311,7 @@ def make_learned_range(method: str, spec: QuantSpec, **options: Any) -> LearnedR
 
 
 def _step_of(scale: Tensor, spec: QuantSpec) -> Tensor:
-    """The step (units of x per code) from a scale, and back: the reciprocal under MULTIPLIER, else unchanged."""
+    """Convert a scale to the step (units of x per code), or back: the reciprocal under MULTIPLIER, else unchanged."""
     if spec.arithmetic is not Arithmetic.MULTIPLIER:
         return scale
     return reciprocal(scale)
@@ -321,7 +321,7 @@ _SMALLEST = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.f
 
 
 def _positive(step: Tensor, spec: QuantSpec) -> Tensor:
-    """The step, clamped so that its reciprocal is finite; under MULTIPLIER also the square of the reciprocal."""
+    """Clamp the step so that its reciprocal is finite, and under MULTIPLIER also the reciprocal's square."""
     smallest = torch.finfo(step.dtype).tiny
     return step.clamp(min=smallest**0.5 if spec.arithmetic is Arithmetic.MULTIPLIER else smallest)
 
@@ -345,7 +345,7 @@ class LSQ(LearnedRange):
     A step that training drives below zero counts as the smallest positive step and still gets its gradient.
 
     Args:
-        spec: any with float32 scales.
+        spec: any specification with float32 scales.
         gradient_factor: whether the gradient is multiplied by 1 / sqrt(elements * quant_max), which balances the
             step's updates with those of the weights.
 

@@ -63,7 +63,7 @@ def is_shared_out(layer: nn.Module, quantizer: Any) -> bool:
 
 
 def known_parts(name: str, spec: QuantSpec, x: Any, *, observed: bool) -> Tensor:
-    """A DTensor, its partial sums added up, for the quantizer called `name`; raises ConfigError as `check_parts` does.
+    """Add up the partial sums of a DTensor for the quantizer called `name`; ConfigError as `check_parts` raises it.
 
     `observed`: a calibrator gathers the parts next; then a ConfigError is raised, too, if the processes disagree about
     the shape of the whole tensor.

@@ -1,4 +1,4 @@
-"""Subclasses for modules that own sites, and for modules that such owners call: see `sites.py`.
+"""Subclasses for owners of sites and for the modules that owners call; `sites.py` explains owners and sites.
 
 Vision transformers resize their table of positions in a trace even if it has the right size, so that the trace takes
 images of any size. Such calls compute only with parameters, and no plan contains them.
@@ -128,7 +128,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function, so that the owner that calls it does not count the calls of torch inside it."""
+    """Wrap a function so that the owner that calls the function does not count calls of torch inside the function."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Quantizers for functions that a module's `forward` calls: `+`, `@`, `cat`, softmax, attention.
 
-A module whose `forward` calls such functions is an owner. Its class is swapped for a subclass that enters a small
+A call of a function that quantizes what it reads (its operands) or its result is a site; the module whose `forward`
+makes the call is the owner of the site. The owner's class is swapped for a subclass that enters a small
 `TorchFunctionMode` for the time of `forward`. The mode counts the calls of the functions that have quantizers and
 quantizes their operands. Modules that an owner calls get a subclass that removes the mode while they run, so that a
 mode sees only the calls of its owner. No function of torch is replaced.
@@ -56,7 +57,7 @@ def attend_in_parts(  # noqa: PLR0913  as torch's
         attn_mask: True where a query sees a key, or what is added to the scores.
         dropout_p: the probability with which a weight is dropped.
         is_causal: whether a query sees only its own and earlier keys.
-        scale: of the scores; by default 1 / sqrt(features).
+        scale: the factor of the scores; by default 1 / sqrt(features).
         enable_gqa: whether several heads of the query share a head of key and value.
 
     >>> from fakequant.nn.backward import matmul
@@ -112,8 +113,8 @@ TRAINED: dict[str, Callable[..., Tensor]] = {
     "matmul": lambda how, factors, *_: matmul(how, factors["input"], factors["other"]),
     "scaled_dot_product_attention": partial(attend, lambda x: x),
 }
-"""Implementations of functions with quantized backward products, from a `Backward`, factors by name, and all arguments;
-attention as two products."""
+"""Implementations of functions with quantized backward products; arguments are a `Backward`, the factors by name, and
+all arguments of the call. Attention is two products."""
 
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  a room of torch without type stubs
@@ -373,8 +374,8 @@ class SiteMode(TorchFunctionMode):
             if frame.f_globals is vars(checkpointing):
                 raise SiteError(
                     f"{module_name(sites.owner)} calls torch.utils.checkpoint on a function that has quantizers "
-                    f"({', '.join(sites._modules)}); the backward pass would compute it again without them. Move what "
-                    "is checkpointed into a module, and checkpoint that, or leave these calls in float by "
+                    f"({', '.join(sites._modules)}); the backward pass would compute it again without them. Move the "
+                    "function into a module, and checkpoint the module, or leave these calls in float by "
                     f"{float_rule(sites)}"
                 )
             frame = frame.f_back
@@ -386,7 +387,7 @@ def _context() -> tuple[bool, Any]:
 
 
 def _unchecked(change: Callable[..., Any], *args: Any) -> Any:
-    """Call `change`, which pushes or pops a mode; before the model's call ends, another such call undoes this.
+    """Call `change`, which pushes or pops a mode; a second call undoes the change before the model's call ends.
 
     torch.compile refuses changes of state from inside a checkpointed block, unless it is told to allow them.
     """

@@ -133,7 +133,7 @@ class StoredWeight(Tensor):
         return _unpack(self.packed, self.spec.format, self.whole_shape)
 
     def values(self, *, lent: bool = False) -> Tensor:
-        """The float values [shape of this view]; `lent`: in a buffer that this thread's next such call overwrites."""
+        """The float values [shape of this view]; if `lent`, they last until this thread's next call with `lent`."""
         shape, dtype, device = self.whole_shape, self.dtype, self.packed.device
         step = self._rows_at_once()
         if not shape or step >= shape[0] or torch.compiler.is_compiling():
@@ -406,7 +406,7 @@ class StoringLayer(nn.Module):
                 spec = state_dict.get(key + SPEC)
                 spec = "unknown" if spec is None else bytes(spec.tolist()).decode()
                 if spec != str(weight.spec):
-                    raise ConfigError(f"the codes of {key} are {spec}, and those of the model {weight.spec}")
+                    raise ConfigError(f"the codes of {key} are {spec}, but the model stores codes of {weight.spec}")
                 attribute = next(own.attribute for own in self.products() if own.name == name)
                 params = (state_dict.get(f"{prefix}{attribute}.{own}") for own in ("scale", "zero_point"))
                 state_dict = {name: own for name, own in state_dict.items() if name not in (key + CODES, key + SPEC)}

@@ -33,7 +33,7 @@ _REMEMBERED = 16
 
 @torch.library.custom_op("fakequant::kept", mutates_args=(), schema="(Tensor x) -> Tensor")
 def _kept(x: Tensor) -> Tensor:
-    """A copy of x, which a compiled forward keeps; ConfigError in backward, because statistics have changed."""
+    """Copy x, in the graph of a compiled forward; raise ConfigError in backward, because statistics have changed."""
     if torch._C._current_graph_task_id() >= 0:
         raise ConfigError(
             "torch.compile with torch.utils.checkpoint computes a folded batch normalisation again, from statistics "
@@ -115,7 +115,7 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
             held.append((_sums(x), self.running_var.clone()))
 
     def normalised(self, x: Tensor) -> Tensor:
-        """The normalised x; in training updates the running statistics, but not when a checkpoint repeats a call."""
+        """Normalise x; in training also update the running statistics, unless a checkpoint repeats the call."""
         if self._replayed is not None:  # the same function, because a checkpoint counts what it saves
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, 0.0, self.eps)
         return super().forward(x)
@@ -151,7 +151,7 @@ class FoldedLayer(QuantizedLayer):
 
     They are used in eval mode, and in training if the normalisation is in eval mode. In training with batch statistics,
     the product with the folded weight is divided by the factor of its channel, and then normalised; the statistics are
-    those of the quantized product.
+    taken from the quantized product.
     """
 
     plain_class: type[QuantizedLayer]
@@ -254,14 +254,14 @@ class FusedBatchNorm(nn.Identity):
         if input.dim() != self.axes:
             raise ConfigError(
                 f"the batch normalisation that was fused into {self.layer} got an input of shape {list(input.shape)}, "
-                f"but after fuse_batch_norm {self.layer} takes inputs of {self.axes} axes alone; give it these, or do "
-                "not fuse"
+                f"but after fuse_batch_norm {self.layer} takes inputs of {self.axes} axes alone; give such inputs, or "
+                "do not fuse"
             )
         return input
 
     @classmethod
     def of(cls, norm: nn.Module, layer: str, axes: int) -> nn.Module:
-        """The module that replaces a normalisation; modules inside it, such as an activation, are called after it."""
+        """The replacement of `norm`, followed by the modules inside `norm`, such as an activation."""
         made = cls(layer, axes)
         return nn.Sequential(OrderedDict(fused=made, **dict(norm.named_children()))) if [*norm.children()] else made
 

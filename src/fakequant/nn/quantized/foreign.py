@@ -1,8 +1,8 @@
 """Quantized classes for layers of other libraries, which are registered by name without importing the libraries.
 
-Convolutions and linear layers of timm, embeddings of transformers, and its experts, whose weights are stacked in a
-parameter: both products of each expert are quantized. Classes of experts are recognized by the decorator that made
-their `forward`, `use_experts_implementation`.
+These are convolutions and linear layers of timm, and embeddings and experts of transformers. The weights of experts are
+stacked in a parameter, and both products of each expert are quantized. Classes of experts are recognized by the
+decorator that made their `forward`, `use_experts_implementation`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _SamePadding(QuantConv2d):
 
 
 class _Standardized(QuantConv2d):
-    """Conv2d whose weight [out, in / groups, kh, kw] is standardized per output channel; the result is quantized."""
+    """Conv2d that standardizes its weight [out, in / groups, kh, kw] per output channel, and then quantizes it."""
 
     eps: float
     scale: float

@@ -65,7 +65,7 @@ def own_class(layer: nn.Module) -> type[nn.Module]:
 
 
 def computed_class(layer: nn.Module) -> type[nn.Module]:
-    """The class whose `forward` a float layer runs: its class, or the registered base whose computation it inherits."""
+    """The class whose `forward` a float layer runs: its class, or the registered base with the same computation."""
     cls = own_class(layer)
     base = _base(cls)
     return cls if base is None or why_changed(cls) is not None else base

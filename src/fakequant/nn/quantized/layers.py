@@ -67,8 +67,8 @@ class QuantizedLayer(StoringLayer, backward.Trained):
     output_channels: ClassVar[int | None] = 0
     """The axis of output channels in the weight; None for a layer without a weight."""
     input_reductions: ClassVar[tuple[int, ...]] = (-1,)
-    """The axis of every input that the product sums over, along which blocks lie; without a product, the axis of
-    features. Counted from the end, because a batch axis may be missing."""
+    """For each input, the axis that the product sums over, along which blocks lie; for a layer without a product, the
+    axis of features. Axes are counted from the end, because a batch axis may be missing."""
     weight_reduction: ClassVar[int] = -1
     """The axis of the weight that the product sums over; for embeddings, the axis of features."""
 
@@ -143,8 +143,8 @@ class QuantizedLayer(StoringLayer, backward.Trained):
     def factors(cls, layer: nn.Module) -> dict[str, Operand]:
         """The quantized tensors of a layer except its output.
 
-        By default derived from `inputs`, `output_channels` and the axes of reduction; a layer with several weights, or
-        with quantizers inside, overrides this.
+        By default they follow from `inputs`, `output_channels` and the axes of reduction; a class of layers with
+        several weights, or with quantizers inside, overrides this method.
         """
         # Fewer inputs than axes: a layer that overrides `inputs` with none.
         axes, sizes = zip(cls.inputs, cls.input_reductions, strict=False), cls.kernel_sizes(layer)
@@ -240,7 +240,7 @@ def quantizes(float_class: type[nn.Module] | str) -> Callable[[LayerClass], Laye
     """Register a class as the quantized form of a float layer.
 
     Args:
-        float_class: the layer's class; or, for a layer of a package that need not be installed, its full name. Then the
+        float_class: the layer's class; or its full name, if the package of the class need not be installed. Then the
             quantized class does not derive from it: `prepare` combines both when it meets the layer.
 
     Raises:
@@ -545,7 +545,7 @@ class QuantEmbeddingBag(_QuantTable, nn.EmbeddingBag):
     """
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """One row [bags, features] per bag, of the arguments of `nn.EmbeddingBag`."""
+        """One row for each bag [bags, features]; the arguments are those of `nn.EmbeddingBag`."""
         if isinstance(input, Proxy):
             return as_leaf(self, input, offsets, per_sample_weights)
         return F.embedding_bag(

@@ -262,9 +262,9 @@ def step(
 
 
 Show = Callable[[int, Sequence[Tensor], Callable[[StepQuantizers], Sequence[Tensor]]], None]
-"""A function called before a layer runs in a direction: with their index, the inputs [n, in] of steps, and `run`.
-
-`run(quantizers)` returns the hidden states [n, hidden] before each step. The layer runs with weights changed here."""
+"""A function that is called before a layer runs in a direction: with the number of the run, the inputs [n, in] of its
+steps, and `run`. `run(quantizers)` returns the hidden states [n, hidden] before each step. If the function changes the
+weights, the layer runs with the changed weights."""
 
 
 def unroll(
@@ -280,7 +280,7 @@ def unroll(
 
     Args:
         layer: nn.RNN, nn.GRU or nn.LSTM without projections.
-        quantizers: for each layer: of the forward direction, then of the reverse.
+        quantizers: for each layer those of the forward direction, then those of the reverse direction.
         show: called before a layer runs in a direction.
 
     Raises:
@@ -423,7 +423,7 @@ _Rows = Callable[[], Tensor]
 
 
 def _names(suffix: str) -> tuple[str, str, str, str]:
-    """The attributes of the four quantizers of a layer and direction, suffix "_l0_reverse", or of a cell, suffix ""."""
+    """The attributes of the four quantizers of a layer and direction ("_l0_reverse"), or of a cell ("")."""
     return (
         f"{suffix}_input_quantizer",
         f"{suffix}_hidden_quantizer",
