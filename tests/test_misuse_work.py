@@ -122,7 +122,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "read nothing": (lambda p: fq.read(p / "absent"), r"there is no .*absent; give the file or folder that fakequant"),
     "read an empty folder": (
         lambda p: fq.read(p),
-        r"is of none of the formats auto-round, .* or it lacks the file that",
+        r"has none of the formats auto-round, .* or lacks the file that",
     ),
     "read a model": (lambda _: fq.read(net()), r"got a Sequential; write read\('folder', model\)"),  # type: ignore[arg-type]
     "verify turned round": (lambda p: fq.verify_delivery(ready(), net()), r"got a Sequential; write verify_delivery"),  # type: ignore[arg-type]

@@ -163,8 +163,8 @@ def test_what_the_class_does_not_load_is_copied_or_named(what: str, tmp_path: Pa
         plain = fq.deliver(model, tmp_path / "plain", "compressed-tensors")
         path = fq.improve_folder(source, tmp_path / "out", config, BATCHES, ("ranges",), progress=False).path
     assert [str(one.message) for one in said if "plain lacks" in str(one.message)] == [
-        f"{plain} lacks {', '.join(sorted(extra))} of {source}, which MixtralForCausalLM does not load, as layers for "
-        "speculative decoding; improve_folder copies them"
+        f"{plain} lacks {', '.join(sorted(extra))} of {source}, such as layers for speculative decoding, which "
+        "MixtralForCausalLM does not load; improve_folder copies these tensors"
     ]
     assert path is not None
     found = load_file(path / "model.safetensors")

@@ -276,6 +276,6 @@ def test_the_quantization_is_found_where_files_have_it(place: str, folder: Path)
 @pytest.mark.parametrize("method", ["hqq", "quanto", "quark", None])
 def test_another_method_is_named_with_what_to_do(method: str | None, folder: Path) -> None:
     configured(folder, lambda config: (config.clear(), config.update({"quant_method": method} if method else {})))
-    expected = f"is quantized by '{method}', and the formats that are read are .*dequantized by the program"
+    expected = f"is quantized by '{method}', but the formats that are read are .*dequantized by the program"
     with pytest.raises(CheckpointError, match=expected if method else r"is a model in float: its config\.json says"):
         fq.read(folder, net())

@@ -187,9 +187,9 @@ def test_unknown_formats_and_paths_are_named(tmp_path: Path) -> None:
         fq.deliver(prepared(), tmp_path, "compressed_tensor")
     with pytest.raises(CheckpointError, match=r"there is no .*; give the file or folder"):
         fq.read(tmp_path / "none", net())
-    with pytest.raises(CheckpointError, match="is of none of the formats"):
+    with pytest.raises(CheckpointError, match="has none of the formats"):
         fq.read(tmp_path, net())
-    with pytest.raises(CheckpointError, match=r"does not say which model it is of|names the architecture None"):
+    with pytest.raises(CheckpointError, match=r"does not say which model it holds|names the architecture None"):
         fq.read(fq.deliver(prepared(), tmp_path, "compressed-tensors"))
 
 

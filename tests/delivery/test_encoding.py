@@ -223,7 +223,7 @@ def test_errors_say_what_to_do() -> None:
         fq.encode(model, "compressed-tensors", dtype="bfloat16")  # type: ignore[arg-type]
     with pytest.raises(ExportError, match="gguf is a single file"):
         fq.encode(model, "gguf")
-    with pytest.raises(ExportError, match="awq are read and not written"):
+    with pytest.raises(ExportError, match="fakequant reads files of awq, but does not write them"):
         fq.encode(model, "awq")
     with pytest.raises(CheckpointError, match="unknown format 'vllm'"):
         fq.encode(model, "vllm")

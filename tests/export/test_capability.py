@@ -76,7 +76,7 @@ def test_larger_formats_are_refused(fmt: fq.Format) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("int8 per_tensor q8_k", "encodes and decodes by different scales"),
+        ("int8 per_tensor q8_k", "made by another scale than they are decoded by"),
         ("int8 per_tensor multiplier", r"prepare the model with Arithmetic\.DIVIDE"),
         ("int8 per_tensor stochastic", r"set quantizer\.spec = .*rounding=Rounding\.NEAREST_EVEN\) and export again"),
     ],

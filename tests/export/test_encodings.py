@@ -334,7 +334,7 @@ DAMAGES: list[tuple[str, Change, str]] = [
     ("2.0.0", lambda v: entry(v).pop("name"), "entry 3 of encodings has no name"),
     ("2.0.0", lambda v: entry(v).update(name="3.weight"), "it lacks 2.weight; no quantizer of the model has 3.weight"),
     ("2.0.0", lambda v: entry(v).update(output_dtype="float8e4m3fn"), "2.weight: has output_dtype"),
-    ("2.0.0", lambda v: entry(v).update(output_dtype="int4"), "2.weight has 32 scales of int4, and 2._weight"),
+    ("2.0.0", lambda v: entry(v).update(output_dtype="int4"), "2.weight has 32 scales of int4, but 2._weight"),
     ("2.0.0", lambda v: entry(v).update(axis=1), "2.weight has scales along axis 1"),
     ("2.0.0", lambda v: entry(v).pop("axis"), "2.weight: has axis None for y_scale of shape [32]"),
     ("2.0.0", lambda v: entry(v).update(block_size=0), "2.weight: has block_size 0"),
@@ -348,7 +348,7 @@ DAMAGES: list[tuple[str, Change, str]] = [
     (
         "2.0.0",
         lambda v: entry(v).update(y_zero_point=[1] * 32),
-        "2.weight has zero points, and 2._weight",
+        "2.weight has zero points, but 2._weight",
     ),
     ("2.0.0", lambda v: entry(v).update(y_zero_point=[300] * 32), "2.weight: has offsets or zero points that are no"),
     (
@@ -362,7 +362,7 @@ DAMAGES: list[tuple[str, Change, str]] = [
     ("1.0.0", lambda v: entry(v).update(bw=True), "2.weight: has True bits, expected 4, 8 or 16"),
     ("1.0.0", lambda v: entry(v).update(enc_type="PER_TENSOR"), "2.weight: has scales of shape [32], expected one"),
     ("0.6.1", lambda v: entry(v).update(bitwidth=4), "2.weight: has channels of several formats"),
-    ("0.6.1", lambda v: entry(v).pop("dtype"), "2.weight: has channels of several formats, or without one"),
+    ("0.6.1", lambda v: entry(v).pop("dtype"), "2.weight: has channels of several formats, or"),
     ("0.6.1", lambda v: v["param_encodings"].update({"2.weight": []}), "2.weight: is no list of the encodings"),
     ("0.6.1", lambda v: v["activation_encodings"].update({"2.weight": []}), "2.weight: is no list"),
 ]

@@ -36,9 +36,9 @@ def test_another_result_is_an_error(found: torch.Tensor) -> None:
 
 
 def test_other_shapes_are_an_error() -> None:
-    with pytest.raises(ExportError, match=r"shapes \[\[3\]\], and the model those of \[\[4\]\]"):
+    with pytest.raises(ExportError, match=r"shapes \[\[3\]\], but the model returns \[\[4\]\]"):
         compared(FILE, [torch.zeros(4)], [torch.zeros(3)], [None])
-    with pytest.raises(ExportError, match=r"shapes \[\], and"):
+    with pytest.raises(ExportError, match=r"shapes \[\], but"):
         compared(FILE, [torch.zeros(4)], [], [None])
 
 

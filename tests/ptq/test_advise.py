@@ -145,7 +145,7 @@ UNHELD: dict[str, tuple[Callable[[], nn.Module], list[Any], str, list[str] | Non
         None,
         "it quantizes linear layers, embeddings and experts, and this is a Conv1d; leave it in float by Rule",
     ),
-    "formats": (net, rows(), "onnxruntime", ["GGUF_Q4_K"], "zero points of ONNX are codes, and its offsets are in"),
+    "formats": (net, rows(), "onnxruntime", ["GGUF_Q4_K"], "but no offsets in units of x"),
     "ranges": (net, rows(), "tensorrt", ["INT8_AFFINE"], "TensorRT has no zero points"),
 }
 
@@ -169,7 +169,7 @@ def test_a_preset_that_the_files_cannot_hold_is_a_row_with_the_reason() -> None:
     found = fq.advise(net(), rows(), target="onnxruntime", presets=["GGUF_Q4_K", "INT8_AFFINE"], floor=10)
     assert found.best.measured.preset == "INT8_AFFINE"
     (refused,) = [row for row in found.rows if row.measured.failed]
-    assert "zero points of ONNX are codes" in refused.measured.failed
+    assert "no offsets in units of x" in refused.measured.failed
 
 
 def test_one_of_several_of_one_size_is_not_called_the_smallest() -> None:

@@ -1,6 +1,6 @@
-"""Deliver a model: its codes, as they are, in files that another program loads, or as named tensors without files.
+"""Deliver a model: write its codes, unchanged, to files that another program loads, or return them as named tensors.
 
-Trainers hand the named tensors to a running server after each step.
+Trainers send the named tensors to a running server after each step.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from fakequant.nn.wrappers import Role, accepts_wrapped_model
 from fakequant.text import listed
 
 _IN_FLOAT = 32
-"""Bits of a tensor that is not quantized, for distances."""
+"""The bits of a tensor that is not quantized, for the distance of a preset from a layer's quantization."""
 _KIND = 8
-"""Bits that a dynamic range in place of a fixed one adds to the distance."""
+"""The bits that a dynamic range in place of a fixed range adds to the distance."""
 _AXES = 0.01
-"""Bits that another granularity adds to the distance."""
+"""The bits that another granularity adds to the distance."""
 
 
 def parts_of(model: nn.Module, state: QuantizedState) -> list[Part]:
-    """The quantized parts of a model: each layer once for each of its weights, and each call of a function."""
+    """The quantized parts of a model: a part for each weight of a layer, and for each call of a function."""
     found: list[Part] = []
     for path, entry in state.layers.items():
         layer, held = module_at(model, path), _quantizing(entry.quantizers)
@@ -135,7 +135,7 @@ def refuse(
 
 
 def _own_reason(part: Part, state: QuantizedState, unfixed: Collection[str], *, with_ranges: bool) -> str | None:
-    """The reason why no format can hold a part, or None; `unfixed`: quantizers that lack the scale of the tensor."""
+    """The reason why no format can hold a part, or None; quantizers in `unfixed` lack the second-level scale."""
     entry = None if part.call else state.layers[part.path]
     if entry is not None and entry.transform is not None:
         kind = entry.transform.kind
@@ -165,7 +165,7 @@ def _own_reason(part: Part, state: QuantizedState, unfixed: Collection[str], *, 
 
 
 def _nearest(format: DeliveryFormat, part: Part) -> str:
-    """The end of a message that names, of the presets that a format can hold, the nearest to a layer's quantization."""
+    """The end of a message, with the preset that a format can hold and that is nearest to a layer's quantization."""
     if not part.weight:
         return "; leave it in float by Rule(pattern)"
     held: dict[str, tuple[bool, float, float]] = {}
@@ -214,11 +214,11 @@ _MODULES, _GENERATION = "modules.json", "generation_config.json"
 
 
 def beside(model: nn.Module) -> tuple[Mapping[str, Content], list[str]]:
-    """The small files of the folder that a model was loaded from, also if it is in the cache of Hugging Face.
+    """The small files of the folder that a model was loaded from, which may be in the cache of Hugging Face.
 
     Returns:
-        By name, the files to copy, those of a module of sentence-transformers with its folder; and a text for each
-        missing file.
+        The files to copy, by name (a file of a module of sentence-transformers has the module's folder in its name),
+        and a text for each missing file.
     """
     given = str(getattr(model, "name_or_path", "") or "")
     generation: Any = getattr(model, "generation_config", None)
@@ -256,7 +256,7 @@ def beside(model: nn.Module) -> tuple[Mapping[str, Content], list[str]]:
 def skipped(model: nn.Module, source: Path) -> dict[str, LazyTensor]:
     """The tensors of a folder that the class of a model of transformers does not load, such as those of MTP layers.
 
-    Empty where the folder is quantized, or holds pickles.
+    The result is empty if the folder is quantized, or holds pickles.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -283,7 +283,7 @@ def digests(files: Mapping[str, Content]) -> dict[str, str]:
 
 
 def unchanged(folder: Path, files: Mapping[str, Content], written: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """The names of files that may be written to a folder, and of those that the user put there or changed.
+    """The names of the files that may be written to a folder, and of the files that the user put there or changed.
 
     `written` are the digests of the files that an earlier delivery wrote there.
     """
@@ -305,13 +305,13 @@ def _digest(content: Content) -> str:
 
 
 def _known_in(folder: Path, patterns: Collection[str]) -> list[str]:
-    """The names in a folder that fit a pattern, without hidden ones."""
+    """The names of the files in a folder that fit a pattern, without hidden files."""
     names = sorted(one.name for one in folder.iterdir() if not one.name.startswith("."))
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def folder_of(model: Any) -> Path | None:
-    """The folder that a model was loaded from: local, with the same type of model, or in the cache; else None."""
+    """The folder that a model was loaded from, if it is local and of the same type, or in the cache; else None."""
     given = str(getattr(model, "name_or_path", "") or "")
     own, held = getattr(getattr(model, "config", None), "model_type", None), _json(Path(given) / CONFIG)
     if given and Path(given).is_dir() and (not isinstance(held, dict) or held.get("model_type") in (None, own)):
@@ -333,7 +333,7 @@ def _json(path: Path) -> Any:
 
 
 def _named_code(model: Any) -> list[str]:
-    """The Python files that `auto_map` names, without those of other repositories."""
+    """The Python files that `auto_map` names, without files of other repositories."""
     named = getattr(getattr(model, "config", None), "auto_map", None) or {}
     texts = [text for one in named.values() for text in (one if isinstance(one, (list, tuple)) else [one])]
     texts = [text for text in texts if isinstance(text, str) and "--" not in text]
@@ -346,7 +346,7 @@ def _without_code(model: Any, files: Mapping[str, Content]) -> list[str]:
 
 
 def _paths_of(source: Path) -> list[str]:
-    """The folders that modules.json of sentence-transformers names, beside that of the model."""
+    """The folders that modules.json of sentence-transformers names, apart from the model's folder."""
     values = _json(source / _MODULES)
     paths = [one.get("path") for one in values if isinstance(one, dict)] if isinstance(values, list) else []
     return [path for path in paths if isinstance(path, str) and path not in ("", ".", "..") and "/" not in path]
@@ -368,27 +368,27 @@ def deliver(
 ) -> Path:
     """Write a prepared model in a format that other programs load; nothing is quantized again.
 
-    All that the format cannot hold is refused before anything is written. Files are made one tensor after the other,
-    and appear when all of them are complete. A folder gets the configuration of the model, and the tokenizer and other
-    small files from the folder that it was loaded from, or from the cache of Hugging Face. Only files of an
-    earlier delivery are replaced.
+    A model that the format cannot hold is refused before anything is written. Tensors are made one after the other,
+    and the files appear when all of them are complete. A folder gets the configuration of the model, and the tokenizer
+    and other small files from the folder that the model was loaded from, or from the cache of Hugging Face. Only files
+    of an earlier delivery are replaced.
 
     Args:
-        model: prepared and calibrated.
-        folder: where the files are written; for a format that is a single file, its path may be given.
+        model: a prepared and calibrated model.
+        folder: where the files are written; for a format that is a single file, the path of the file is accepted, too.
         format: "compressed-tensors", or another of `fakequant.delivery.delivery_formats()`.
-        target: in place of the format, the engine that shall load the files, as for `prepare`.
+        target: instead of the format, the engine that will load the files, as for `prepare`.
         max_shard_size: the largest number of bytes of a file of tensors, as far as its largest tensor allows.
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
-        The folder, or the file where the format is one: what `read` and `verify_delivery` take.
+        The path of the folder, or of the single file, for `read` and `verify_delivery`.
 
     Raises:
-        ExportError: what the format cannot hold, each layer with the reason and the nearest preset that it can hold.
+        ExportError: the format cannot hold some layers; each is named, with the reason and the nearest possible preset.
         CheckpointError: an unknown format, or a model that is not prepared.
-        ConfigError: an unknown engine, or one that reads other files, with the function that writes them.
-        OutputError: the folder cannot be written, or holds weights that no delivery wrote, or those of another model.
+        ConfigError: an unknown engine, or an engine that reads other files; the message names the function for these.
+        OutputError: the folder cannot be written, or holds weights of another model or weights that no delivery wrote.
 
     >>> from tempfile import TemporaryDirectory
     >>> net = lambda: nn.Sequential(nn.Linear(64, 64))
@@ -407,8 +407,8 @@ def deliver(
     path = deliver_state(state, model, folder, chosen, max_shard_size=max_shard_size, progress=progress)
     if left:
         warn_user(
-            f"{path} lacks {listed(left)} of {source}, which {type(model).__name__} does not load, as layers for "
-            "speculative decoding; improve_folder copies them"
+            f"{path} lacks {listed(left)} of {source}, such as layers for speculative decoding, which "
+            f"{type(model).__name__} does not load; improve_folder copies these tensors"
         )
     return path
 
@@ -444,7 +444,7 @@ def deliver_state(
     others: Mapping[str, LazyTensor] | None = None,
     progress: bool | None = None,
 ) -> Path:
-    """Write a state in a format, see `deliver`, with `others`, tensors that the model does not load, as they are."""
+    """Write a state in a format, see `deliver`, and unchanged the tensors `others`, which the model does not load."""
     target = Path(folder)
     name = target.name if chosen.suffix and target.suffix == chosen.suffix else ""
     files = files_of(state, model, chosen)
@@ -490,12 +490,12 @@ def weights_in(folder: Path) -> list[str]:
 
 
 def refuse_replacing(chosen: DeliveryFormat, path: Path, names: Collection[str]) -> None:
-    """Raise OutputError if the folder `path`, or that of the file, has files of these names that no delivery wrote."""
+    """Raise OutputError if a folder, or a file's folder, has files of these names that no delivery wrote."""
     folder = path.parent if chosen.suffix else path
     if (there := sorted(name for name in names if (folder / name).exists())) and not chosen.wrote(path):
         raise OutputError(
             f"cannot write to {folder}: it holds {listed(there)}, which fakequant.deliver did not write, such as the "
-            "model in float; give an empty folder, or remove them"
+            "model in float; give an empty folder, or remove these files"
         )
 
 
@@ -514,7 +514,7 @@ _PATTERN = set("*?[")
 
 
 class DeliveredTensors(LazyTensors):
-    """The tensors of a delivery by their names in files; each is made when it is asked for, and not kept.
+    """The tensors of a delivery by their names in files; each tensor is made anew at each access.
 
     Attributes:
         lazy: the tensors with shapes and dtypes, without making them.
@@ -536,21 +536,21 @@ def encode(
 ) -> DeliveredTensors:
     """The tensors that `deliver` would write, by the names that programs load, without files.
 
-    Their bits are those of the file. They are made one after the other: beside the model, memory is needed for a single
-    weight. Use them before the model changes.
+    The tensors have the bits of the files. Each is made at its access: beside the model, memory is needed for a single
+    weight. Use the tensors before the model changes.
 
     Args:
-        model: prepared; quantizers of weights that `calibrate` did not see take their scales from the present weights.
+        model: a prepared model; if `calibrate` did not see a weight, its scales are computed from its present values.
         format: "compressed-tensors", or another format of `fakequant.delivery.delivery_formats()` that is a folder.
-        only: paths of modules or names of tensors, in the model or in files, or patterns of them (fnmatch), to which
-            the tensors are limited; weights that servers merge, as q, k and v, come together. Default: all.
-        dtype: to which weights and other tensors in float are rounded first: torch.bfloat16 where mixed precision, or a
-            server that quantizes by itself, rounds them before the quantizer. Default: that of the model.
+        only: which tensors to return: paths of modules, names of tensors in the model or in files, or patterns of both
+            (fnmatch). Weights that servers merge, such as q, k and v, are returned together. Default: all tensors.
+        dtype: the dtype to which float tensors are rounded before they are quantized: torch.bfloat16 if mixed
+            precision, or a server that quantizes by itself, rounds them first. Default: the dtype of the model.
 
     Raises:
-        ExportError: what the format cannot hold, each layer with the reason; a format that is no folder.
+        ExportError: the format cannot hold some layers, which are named, each with the reason; or it is no folder.
         CheckpointError: an unknown format, or a model that is not prepared.
-        ConfigError: a name that the model does not have, or a dtype that is none of floats.
+        ConfigError: a name in `only` that the model does not have, or a dtype that is no float of 16 bits or more.
 
     >>> model = prepare(nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 8)), "fp8_block", skip=["1"])
     >>> for name, tensor in encode(model, "compressed-tensors", only=["0"]).items():
@@ -562,11 +562,11 @@ def encode(
     check_model(model, "encode", _ENCODE, ExportError)
     chosen = delivery_format(format)
     if chosen.suffix:
-        raise ExportError(f"{chosen.name} is a single file, which has no tensors by themselves; write it by deliver")
+        raise ExportError(f"{chosen.name} is a single file, not a set of named tensors; write it by fakequant.deliver")
     state = snapshot(model)
     if dtype is not None:  # tensors in float, without those of quantizers, are rounded before they are quantized
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-            raise ConfigError(f"dtype is that of the weights in a server, such as torch.bfloat16, got {shown(dtype)}")
+            raise ConfigError(f"dtype is a float of 16 bits or more, such as torch.bfloat16, got {shown(dtype)}")
         stored, weights = state.tensors, copy(state.weights)
         assert isinstance(weights, QuantizedWeights)
         weights.dtype = dtype
@@ -593,7 +593,7 @@ def encode(
 
 
 def _wanted(state: QuantizedState, model: nn.Module, only: Collection[str], held: Collection[str]) -> set[str]:
-    """The names in files, of `held`, that match names and patterns; weights that servers merge come together."""
+    """The names among `held`, names in files, that match `only`, with all weights that servers merge with them."""
     if wrong := [one for one in only if not isinstance(one, str)]:
         raise ConfigError(f"only= takes names of layers or tensors, got {shown(wrong[0])}")
     exact, patterns, used = {*only}, [one for one in only if _PATTERN & {*one}], set[str]()
@@ -621,7 +621,7 @@ def _wanted(state: QuantizedState, model: nn.Module, only: Collection[str], held
     found = {name for name in held if says(name)}.union(*(own for name, own in places.items() if says(name)))
     if left := [one for one in only if one not in used]:
         known = [*dict.fromkeys(path for name in places for path in _above(name)[-2:])]
-        raise ConfigError(f"only= has {left[0]!r:.80}, and no layer or tensor is called so{nearest(left[0], known)}")
+        raise ConfigError(f"only= has {left[0]!r:.80}, but no layer or tensor has this name{nearest(left[0], known)}")
     # A server that merges layers takes all of them: vLLM 0.32 computes NaN where a part of such a weight was loaded.
     weights = {name.removesuffix(".weight"): own for name, own in places.items() if name.endswith(".weight")}
     merged = [set[str]().union(*map(weights.__getitem__, group)) for group in merged_layers(weights)]

@@ -1,4 +1,4 @@
-"""Folders as Hugging Face lays them out: shards of tensors, the configuration, and the small files beside them."""
+"""Folders with the layout of Hugging Face: shards of tensors, the configuration, and small files beside them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _NOT_TAKEN = (
     *("quantization_config", "compression_config", "auto_map", "attn_implementation", "_attn_implementation"),
     *("experts_implementation", "_experts_implementation", "quantization"),
 )
-"""Keys of a configuration that a model is built without: they name other files, or code, also code to download."""
+"""Keys that are removed from a configuration before a model is built: they name other files, or code."""
 _COUNTED, _COUNTS, _EXPERTS, _FEW = re.compile(r"layer|depth|^num_|^n_|_num_"), 1 << 22, 1 << 14, 256
-"""A pattern of keys with counts, and the largest counts: of anything, of experts, and of layers for any file."""
+"""A pattern of keys with counts; the largest count of anything, and of experts; and a number of layers for any file."""
 _CODES, _BUFFERS = 8, 1 << 30
-"""The most weights in a byte of a file, and the most bytes of buffers that files lack, such as masks."""
+"""The most weights that a byte of a file holds, and the most bytes of buffers that files lack, such as masks."""
 _MARK = "fakequant"
-"""The key in the header of a file of tensors that says that `deliver` wrote it, so that the next one may replace it."""
+"""The key in a file's header that says that `deliver` wrote the file, so that a later delivery may replace it."""
 
 
 def config_file(model: nn.Module, quantization: Mapping[str, Any], dtype: torch.dtype) -> bytes:
-    """The bytes of `config.json`: the model's configuration with its dtype, if it has any, and the quantization."""
+    """The bytes of `config.json`: the model's configuration, if it has one, with a dtype and the quantization."""
     config: Any = getattr(model, "config", None)
     values = json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else {}
     if values:
@@ -113,7 +113,7 @@ class Folder:
         return values
 
     def tensors(self) -> ShardedTensors:
-        """All tensors by name, of one file or of shards by the index; a CheckpointError if there are none."""
+        """All tensors by name, from one file or from the shards in the index; a CheckpointError if there are none."""
         if (self.path / WEIGHTS).is_file():
             held: Any = read_folder(self.path)[WEIGHTS]
             return ShardedTensors(self.path, dict.fromkeys(held, WEIGHTS))
@@ -132,7 +132,7 @@ class Folder:
 
 
 class ShardedTensors(Mapping[str, Tensor]):
-    """The tensors of a folder by name, each in its file by `places`, read at each access."""
+    """The tensors of a folder by name, read at each access; `places` has the file of each."""
 
     def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
         self._places = places
@@ -212,9 +212,9 @@ def check_counts(values: Any, tensors: int, path: Path) -> None:
 
 
 def built(make: Callable[[], nn.Module], size: int, path: Path) -> nn.Module:
-    """The model that a function makes, after a check, on the meta device, that the files can hold its weights.
+    """The model that a function makes; first it is made on the meta device, to check that the files can hold it.
 
-    A CheckpointError if the configuration is of a larger model, or damaged.
+    Raises a CheckpointError if the configuration is of a larger model, or damaged.
     """
     with torch.device("meta"):
         outline = make()
@@ -234,10 +234,10 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """By path, why a folder cannot hold a layer of a model of transformers: the model's class makes another layer.
+    """By path, the reason why a folder cannot hold a layer of a model of transformers: its class makes another layer.
 
     Args:
-        layers: quantized, by path.
+        layers: the quantized layers, by path.
     """
     if not type(model).__module__.startswith("transformers."):
         return {}
@@ -252,7 +252,7 @@ def replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str
         return [*weight.shape] if isinstance(weight, Tensor) else []
 
     def described(layer: nn.Module | None) -> str:
-        """A layer for a message."""
+        """The description of a layer for a message."""
         name, shape = type(layer).__name__.removeprefix("Quant"), shape_of(layer)
         return "nothing" if layer is None else f"a {name}{f' with a weight {shape}' if shape else ''}"
 
@@ -276,13 +276,13 @@ def by_transformers(path: Path, dtype: torch.dtype, **options: Any) -> nn.Module
 
 
 class FileNames:
-    """Converts tensors of a model to tensors of files and back: of stacked experts, files have one tensor for each.
+    """Converts tensors of a model to tensors of files and back; files have a tensor for each expert of a stack.
 
     Args:
         held: the names in a file that is read, from which the prefix follows; empty for a file that is written.
 
     Attributes:
-        prefix: of the names in the file.
+        prefix: the text before the model's names in the file.
     """
 
     def __init__(self, model: nn.Module, held: Iterable[str] = ()) -> None:
@@ -301,7 +301,7 @@ class FileNames:
         return {f"{self.prefix}{key}": piece for key, piece in found.items()}
 
     def joined(self, name: str, pieces: Mapping[str, Tensor], shape: Sequence[int], channels: int | None) -> Tensor:
-        """A model's tensor from its pieces in files; `channels`: in a stack [experts, ...] the axis of rows."""
+        """A model's tensor from its pieces in files; `channels` is the axis of the rows in a stack [experts, ...]."""
         (first, *others) = pieces.values()
         if not others:
             return first

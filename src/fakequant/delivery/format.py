@@ -35,7 +35,7 @@ from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed, module_name
 
 _TURNED = {0: -1, 1: 0, -1: 0, -2: -1}
-"""From the axes of a matrix to those of the transposed one."""
+"""By an axis of a matrix, the same axis of the transposed matrix."""
 
 
 def is_turned(operand: Operand, shape: Sequence[int]) -> bool:
@@ -44,7 +44,7 @@ def is_turned(operand: Operand, shape: Sequence[int]) -> bool:
 
 
 def in_rows(spec: QuantSpec, shape: tuple[int, ...], operand: Operand) -> tuple[QuantSpec, tuple[int, ...]]:
-    """The specification and shape of a weight; of a matrix [in, out], those of the transposed matrix."""
+    """The specification and shape that a weight has in files, where a matrix [in, out] is transposed."""
     return (TensorConfig(spec).placed(_TURNED).spec, shape[::-1]) if is_turned(operand, shape) else (spec, shape)
 
 
@@ -66,13 +66,13 @@ class Part:
     """A layer with one of its weights, or a call of a function: what a format holds or refuses as a unit.
 
     Attributes:
-        path: of the layer, or of the module whose `forward` calls the function.
+        path: the path of the layer, or of the module whose `forward` calls the function.
         kind: the class of the float layer, or the function.
-        module: at the path.
+        module: the module at the path.
         operands: the quantized tensors by name: "input", "weight" and "output" of a layer, operands of the function.
-        paths: of the quantizers of these tensors.
-        places: of a layer, the axes of these tensors.
-        call: the function among those that the module calls, as "sdpa_0"; "" of a layer.
+        paths: the paths of the tensors' quantizers.
+        places: the axes of a layer's tensors; empty for a function.
+        call: the name of the call in the module, such as "sdpa_0"; "" for a layer.
     """
 
     path: str
@@ -120,7 +120,7 @@ class Part:
 
     @property
     def refused(self) -> str:
-        """The kind of a layer that no file holds, for a message; transformers 5.23 quantizes no Conv1D of GPT-2."""
+        """For a message, the kind of a layer that files do not hold: transformers 5.23 quantizes no Conv1D of GPT-2."""
         if not self.is_turned:
             return f"this is a {self.kind}"
         others = "GGUF files of GPT-2 (a preset GGUF_...) and export_onnx hold it"
@@ -137,13 +137,14 @@ class LoadedFile:
     """A delivered file as another program loads it.
 
     Attributes:
-        name: of the program, with its version.
+        name: the name of the program, with its version.
         weights: the values of the weights by their name in the model; {} where the program does not show them.
         model: a callable with the arguments and outputs of the model; None if the program does not run it.
         tolerance: how far an output may be from the model's, relative to its largest magnitude.
-        notes: what was not compared, and why, one sentence each.
+        notes: sentences that say which comparisons are missing, and why.
         as_it: a context in which the model computes as the program does.
-        on_average: whether the tolerance is that of the root mean square, where sums in another order change codes.
+        on_average: whether the tolerance is for the root mean square of the differences, because sums in another order
+            change codes.
     """
 
     name: str
@@ -160,7 +161,7 @@ class DeliveryFormat(ABC):
 
     name: ClassVar[str]
     suffix: ClassVar[str] = ""
-    """The suffix of its file; "" where it is a folder."""
+    """The suffix of the file; "" if the format is a folder."""
     writes: ClassVar[bool] = True
     """Whether `deliver` writes the format; else it is only read."""
     packages: ClassVar[tuple[str, ...]] = ()
@@ -168,28 +169,27 @@ class DeliveryFormat(ABC):
 
     @abstractmethod
     def why_not(self, part: Part) -> str | None:
-        """The reason why the format cannot hold a part, None if it can; must read no values: presets are tried, too."""
+        """The reason why the format cannot hold a part, None if it can; reads no values, as presets are tried, too."""
 
     def refuses(self, model: nn.Module) -> str | None:
         """The reason why the format can hold no part of a model, None if it may; called before `why_not`."""
         return None
 
     def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
-        """By name of a part, why the format cannot hold the part together with the others."""
+        """By the name of a part, the reason why the format cannot hold the part together with the others."""
         return {}
 
     @abstractmethod
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
-        """The files of a state by name, in the order in which they shall appear; see `fakequant.register_codec`.
+        """The files of a state by name, in the order in which they appear; see `fakequant.register_codec`.
 
-        Codes are written as they are; use `LazyTensor` for what is made while it is written. A file that is neither
-        bytes nor tensors is an iterable of bytes. In a folder, each file `*.safetensors`, of a `TensorFile` or another
-        mapping of tensors, is written in shards where it is larger than `max_shard_size`. Say what one should know
-        about the file by `warn_user`.
+        Codes are written unchanged; a `LazyTensor` is made while it is written. A file that is neither bytes nor
+        tensors is an iterable of bytes. In a folder, each file `*.safetensors`, a `TensorFile` or another mapping of
+        tensors, is written in shards if it is larger than `max_shard_size`. Use `warn_user` for what a user must know.
         """
 
     def with_others(self, files: Files, tensors: Mapping[str, LazyTensor]) -> Files | None:
-        """The files of `encode` with tensors that the model does not load; None if the format cannot hold any.
+        """The files of `encode` with tensors that the model does not load; None if the format cannot hold such tensors.
 
         The tensors are in float, by the names that the model's source has.
         """
@@ -197,7 +197,7 @@ class DeliveryFormat(ABC):
 
     @abstractmethod
     def recognizes(self, path: Path) -> bool:
-        """Whether a file or folder looks like one of this format; nothing is read whole."""
+        """Whether a file or folder seems to have this format; tensors are not read."""
 
     def wrote(self, path: Path) -> bool:
         """Whether `deliver` wrote a file or folder, so that the next delivery may replace it."""
@@ -209,15 +209,15 @@ class DeliveryFormat(ABC):
 
         Args:
             path: a file or folder that `recognizes` returned True for.
-            model: the model, in float or prepared: its names, classes and shapes are read, no values.
+            model: the model, in float or prepared; its names, classes and shapes are read, but no values.
 
         Raises:
-            CheckpointError: damage, or contents that this reader does not know. Other errors count as damage.
+            CheckpointError: the file is damaged, or has unknown contents. Other errors count as damage.
         """
 
     def build(self, path: Path) -> nn.Module:
         """A float model by the configuration in a file or folder, with meaningless weights."""
-        raise CheckpointError(f"{path} does not say which model it is of; give one: fakequant.read(path, model)")
+        raise CheckpointError(f"{path} does not say which model it holds; give the model: fakequant.read(path, model)")
 
     def engines(self, path: Path, model: nn.Module) -> Iterable[LoadedFile]:
         """The file as each program loads it, one after the other; called only if `packages` are installed."""
@@ -231,7 +231,7 @@ def register_delivery(format: DeliveryFormat) -> None:
     """Add a format for `deliver`, `read` and `verify_delivery`; a format of the same name is replaced.
 
     Raises:
-        CheckpointError: no instance of a `DeliveryFormat`, or one without a name.
+        CheckpointError: the argument is no instance of a `DeliveryFormat`, or it has no name.
     """
     if not isinstance(format, DeliveryFormat) or not isinstance(getattr(format, "name", None), str):
         hint = "its instance, with brackets: register_delivery(Own())"
@@ -240,7 +240,7 @@ def register_delivery(format: DeliveryFormat) -> None:
 
 
 def delivery_formats() -> dict[str, DeliveryFormat]:
-    """All formats in the order of their names: those in the folder `formats`, and those that were registered."""
+    """All formats in the order of their names: from the folder `formats`, and by `register_delivery`."""
     folder = Path(__file__).parent / "formats"
     names = [one.name for one in pkgutil.iter_modules([str(folder)])]
     modules = [import_module(f"{__package__}.formats.{name}") for name in names]
@@ -251,7 +251,7 @@ def delivery_formats() -> dict[str, DeliveryFormat]:
 
 
 def delivery_format(name: str) -> DeliveryFormat:
-    """The format of a name; a CheckpointError if there is none."""
+    """The format with a name; a CheckpointError if there is none."""
     known = delivery_formats()
     if not isinstance(name, str) or name not in known:
         raise CheckpointError(f"unknown format {name!r:.80}{nearest(str(name), list(known))}")
@@ -278,7 +278,7 @@ def format_of(path: Path) -> DeliveryFormat:
         method = said.get("quant_method") if isinstance(said, dict) else None
         if said:
             raise CheckpointError(
-                f"{path} is quantized by {str(method or said)!r:.60}, and the formats that are read are "
+                f"{path} is quantized by {str(method or said)!r:.60}, but the formats that are read are "
                 f"{', '.join(known)}; load it dequantized by the program that wrote it, and quantize that model anew"
             )
         raise CheckpointError(
@@ -287,14 +287,14 @@ def format_of(path: Path) -> DeliveryFormat:
         )
     if written_in(path) is not None:
         raise CheckpointError(f"{path} holds a part of a delivery, which ended before it was whole; deliver again")
-    raise CheckpointError(f"{path} is of none of the formats {', '.join(known)}; or it lacks the file that names one")
+    raise CheckpointError(f"{path} has none of the formats {', '.join(known)}, or lacks the file that names its format")
 
 
 class WeightSlot(NamedTuple):
     """A weight of a layer that can be quantized.
 
     Attributes:
-        classes: the names of the layer's class and its bases; for a stack of experts, that of a single expert.
+        classes: the names of the layer's class and its bases; ("Linear",) for a stack of experts.
         attribute: the name of the weight's quantizer.
         input: the name of the quantizer of the input that the weight multiplies; "" without a quantizer.
         operand: the axes of the weight.
@@ -326,7 +326,7 @@ def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
 
 
 def paired(operands: Mapping[str, Operand]) -> dict[str, str]:
-    """By weight quantizer, the quantizer of the input that the weight multiplies; "" if these do not come in pairs."""
+    """By the quantizer of a weight, that of the input it multiplies; "" if the numbers of weights and inputs differ."""
     weights, inputs = (
         [name for name, one in operands.items() if one.role is role] for role in (Role.WEIGHT, Role.INPUT)
     )
@@ -353,8 +353,8 @@ def without_quantizers(names: Iterable[str], quantizers: Iterable[str]) -> list[
 class Stored(NamedTuple):
     """A tensor of a file: the field of a weight that it stores, its shape and dtype, and functions that convert it.
 
-    Fields are "codes", "scale" and "zero_point" of `WeightCodes`, "values", and for quantized scales "scale_codes" and
-    "shared", the scale that multiplies these codes.
+    A field is "codes", "scale" or "zero_point" of `WeightCodes`, or "values"; for quantized scales it is "scale_codes"
+    or "shared", the scale that multiplies the scales' codes.
     """
 
     field: str
@@ -365,13 +365,13 @@ class Stored(NamedTuple):
 
 
 def written_in_float(parts: Sequence[Part], shared: Mapping[str, str]) -> list[Part]:
-    """Parts whose weights are floats with the values of their codes: tables, and weights tied by `shared` names."""
+    """The parts whose weights files hold as floats with the values of the codes: tables, and tied ones (`shared`)."""
     tied = {*shared, *shared.values()}
     return [part for part in parts if part.weight and (part.is_table or part.weight in tied)]
 
 
 def undivided(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
-    """By name of a part, why files cannot hold its stack piece by piece: a scale belongs to several pieces."""
+    """By the name of a part, the reason why files cannot hold its stack in pieces: a scale belongs to several."""
     names, reasons = FileNames(model), dict[str, str]()
     for part in (one for one in parts if one.is_stack and "weight" in one.operands):
         grid = part.operands["weight"].spec.granularity
@@ -390,19 +390,20 @@ def undivided(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
 
 
 class LayeredWriter:
-    """Makes the tensors of files from a state, by their names in files: of stacked experts, one tensor for each.
+    """Makes the tensors of files from a state, by their names in files; stacked experts become a tensor each.
 
     Args:
-        stored: for a layer, the shape [out, in] and dtype of a weight: its tensors by the ends of their names.
-        with_tables: whether tables and tied weights are codes, too, a tied one under its first name.
+        stored: a function of a layer, and of a weight's shape [out, in] and dtype, that returns the tensors of the
+            weight by the ends of their names.
+        with_tables: whether tables and tied weights are codes, too; a tied weight has its first name.
 
     Attributes:
         in_float: weights that are written as floats with the values of their codes: tables, which programs read as
             floats, and tied weights.
-        pieces: for each coded weight the names that it has in files.
-        under: by weight, the scale of the tensor that `merge_scales` chose.
-        ignored: layers in float, by their names in files, and in the model where they differ: transformers looks for
-            modules of the model.
+        pieces: for each weight with codes, its names in files.
+        under: by the name of a weight, the scale of the tensor that `merge_scales` chose.
+        ignored: layers in float, by their names in files, and by their names in the model if those differ, because
+            transformers looks for modules of the model.
     """
 
     def __init__(
@@ -446,7 +447,7 @@ class LayeredWriter:
     def field(self, name: str, field: str) -> dict[str, Tensor]:
         """A field of a weight, or the values of a tensor, in the pieces that files hold.
 
-        The pieces of a stack are made from the whole: those of the last weight are kept.
+        A stack is computed whole and then split; the pieces of the last weight are cached.
         """
         if self._made[0] != name:
             self._made = name, {}
@@ -482,9 +483,9 @@ class LayeredWriter:
         return found.reshape(part.operands["weight"].spec.granularity.group_shape(part.shape))
 
     def merge_scales(self, names: Sequence[str]) -> None:
-        """Store the scales of several weights, unchanged, as codes under the largest of their scales of the tensor.
+        """Store the scales of several weights, unchanged, as codes of the largest of their second-level scales.
 
-        An ExportError if the scales cannot be expressed under the largest one.
+        Raises an ExportError if a scale is no code times the largest second-level scale.
         """
         spec, scales = self.coded[names[0]].operands["weight"].spec, [self._params(name, "scale") for name in names]
         if not spec.scale.is_under_a_tensor:
@@ -495,7 +496,7 @@ class LayeredWriter:
                 spec.scale.split(scale, largest)
         except QParamsError as error:
             raise ExportError(
-                f"servers merge {listed(names)} into a matrix with a single scale of the tensor, and these have "
+                f"servers merge {listed(names)} into a matrix with a single second-level scale, but these weights have "
                 "several: call fakequant.calibrate(model) before deliver, and before improve"
             ) from error
         self.under |= dict.fromkeys(names, largest)
@@ -515,7 +516,8 @@ def read(path: str | os.PathLike[str], model: nn.Module | None = None, *, dequan
             activations are float. Transforms of inputs, such as GPTQ's permutation, are folded into the weights.
 
     Raises:
-        CheckpointError: no such file, an unknown format, a damaged file, or another architecture.
+        CheckpointError: the file does not exist, is damaged, or has an unknown format; or the model has another
+            architecture.
 
     >>> from tempfile import TemporaryDirectory
     >>> model = prepare(nn.Sequential(nn.Linear(64, 64)), "fp8", skip=[])
@@ -561,7 +563,7 @@ def _dequantized(model: nn.Module, state: QuantizedState) -> QuantizedState:
 
 
 def decoded(format: DeliveryFormat, path: Path, model: nn.Module) -> QuantizedState:
-    """The state in a file or folder, whose tensors are read at each access; a CheckpointError for damage."""
+    """The state in a file or folder, whose tensors are read at each access; a damaged file raises a CheckpointError."""
     with _damage(format, path):
         state = format.decode(path, model)
     tensors, weights = (

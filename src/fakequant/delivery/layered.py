@@ -1,4 +1,4 @@
-"""Readers for folders with separate tensors for each layer, as GPTQ, AWQ and ModelOpt write them."""
+"""Readers for folders with separate tensors for each layer, such as the folders of GPTQ, AWQ and ModelOpt."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed
 
 Read = Callable[[], Tensor]
-"""Reads a tensor whose type and shape are checked."""
+"""A function that reads a tensor whose type and shape are checked."""
 FLOATS = {torch.float16: ScaleSpec("float16"), torch.bfloat16: ScaleSpec("bfloat16"), torch.float32: ScaleSpec()}
-"""Types in which files have scales."""
+"""The dtypes that scales have in files."""
 _INPUTS = "_input_transform"
 OTHERS = "tensors that the model does not load"
-"""The key in a file's header of the names of tensors that the model does not load, such as those of MTP layers."""
+"""The key in a file's header of the names of tensors that the model does not load, such as tensors of MTP layers."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of a weight's inputs: their size, their number, and their granularity in a specification."""
+    """The groups of a weight's inputs: the size of a group, their number, and the granularity for a specification."""
 
     size: int
     count: int
@@ -51,13 +51,13 @@ class CodedWeight:
     """A weight [out, in] that a file holds as codes.
 
     Attributes:
-        codes: in the storage of the format.
-        scale: [out, groups].
-        zero_point: [out, groups]; None without zero points.
+        codes: reads the codes in the storage of the format.
+        scale: reads the scales [out, groups].
+        zero_point: reads the zero points [out, groups]; None without zero points.
         input: the quantization of the layer's input; None for float.
         output: the quantization of the layer's output; None for float.
-        ranges: the tensors of these quantizers, as "input.scale" or "output.zero_point".
-        transform: the kind and the buffers of the input's transform; None without a transform.
+        ranges: the tensors of both quantizers by name, such as "input.scale" or "output.zero_point".
+        transform: the kind and the buffers of the transform of the input; None without a transform.
     """
 
     spec: QuantSpec
@@ -75,11 +75,11 @@ class LayerTensors:
     """The tensors of a file that belong to one weight.
 
     Attributes:
-        shape: of the weight, [out, in].
-        classes: the names of the layer's class and its bases; for experts, those of a single expert.
+        shape: the shape [out, in] of the weight.
+        classes: the names of the layer's class and its bases; for experts, of the class of a single expert.
         is_alone: whether the layer may have its own transform; a weight in a stack of weights may not.
         experts: the number of experts in the tensor if the file has a whole stack as one tensor; else 0.
-        inputs_first: whether the model has the inputs of such a stack before its outputs.
+        inputs_first: whether a stack in the model has its axis of inputs before its axis of outputs.
         used: the names of the tensors that were read.
     """
 
@@ -96,7 +96,7 @@ class LayerTensors:
     used: set[str] = field(default_factory=set)
 
     def has(self, end: str) -> bool:
-        """Whether a tensor with this end of the name exists."""
+        """Whether a tensor exists whose name ends so."""
         return join(self.base, end) in self.tensors
 
     def get(self, end: str, dtypes: torch.dtype | Iterable[torch.dtype], *shapes: Sequence[int]) -> Read:
@@ -113,7 +113,7 @@ class LayerTensors:
         return lambda: self.tensors[key].reshape(tuple(shapes[0]))
 
     def powers(self, end: str, shape: Sequence[int]) -> Read:
-        """A function that reads powers of two, of which a file stores the exponents as bytes."""
+        """A function that reads powers of two, whose exponents a file stores as bytes."""
         flat = [(), (1,)] if set(shape) == {1} else []
         exponents = self.get(end, (torch.uint8, torch.float8_e8m0fnu), shape, *flat)
         if bool((exponents().view(torch.uint8) == 255).any()):
@@ -123,12 +123,12 @@ class LayerTensors:
         )
 
     def fours(self, end: str, rows: int, columns: int) -> Read:
-        """A function that reads 4-bit numbers [rows, columns]; a byte has two inputs, the first one in its low bits."""
+        """A function that reads 4-bit numbers [rows, columns]; a byte holds two inputs, the first in its low bits."""
         packed = self.get(end, torch.uint8, (rows, -(-columns // 2)))
         return lambda: unpack(packed(), 4, columns).to(torch.uint8)
 
     def groups(self, size: object) -> Groups:
-        """The groups for the size in a configuration, -1 for one group; a CheckpointError if it is no valid size."""
+        """The groups for a size in a configuration, -1 for one group; a CheckpointError if the size is not valid."""
         columns = self.shape[1]
         if not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
             self.refuse(f"group_size is {size!r:.40}, not a number of inputs or -1")
@@ -138,9 +138,10 @@ class LayerTensors:
         return Groups(given, -(-columns // given), PerBlock({-1: given}, pad=columns % given != 0))
 
     def in_order(self, groups: Groups, index: Tensor | None) -> tuple[Tensor, PerBlock, Tensor | slice]:
-        """The permutation of inputs that makes groups contiguous, where a file has their inputs anywhere.
+        """The permutation of inputs that makes groups contiguous, if the inputs of a group are not adjacent in a file.
 
-        Each input becomes a group, with a warning, if no permutation makes equal groups, or a stack would need one.
+        Each input becomes a group, with a warning, if no permutation makes equal groups, or if a stack would need a
+        permutation.
 
         Args:
             index: the group of each input; None if groups are contiguous in the file.
@@ -158,8 +159,8 @@ class LayerTensors:
         if fits and (self.is_alone or bool((order == plain).all())):
             return order, groups.granularity, slice(None)
         warn_user(
-            f"{self.folder.path.name}: weights that no permutation of inputs gives equal groups, and permuted "
-            "stacks of weights, have groups of one input each: the same values with more scales"
+            f"{self.folder.path.name}: some weights have groups of unequal size, or are a stack whose inputs are "
+            "permuted; every input of these becomes a group: the same values with more scales"
         )
         return plain, PerBlock({-1: 1}), index
 
@@ -178,16 +179,16 @@ class LayeredFormat(DeliveryFormat):
 
     writes = False
     with_tables: ClassVar[bool] = False
-    """Whether tables and tied weights are codes in these files; else floats with the values of their codes."""
+    """Whether the files hold codes of tables and tied weights; else they hold floats with the values of the codes."""
 
     @abstractmethod
     def coded(self, module: LayerTensors) -> CodedWeight | None:
-        """The codes and scales of a weight in the file, None for float; a CheckpointError for unknown tensors."""
+        """The codes and scales of a weight in the file; None for a float; a CheckpointError for unknown tensors."""
 
     def why_not(self, part: Part) -> str | None:
         raise ExportError(
-            f"files of {self.name} are read and not written; deliver the model as compressed-tensors, which the same "
-            "programs load"
+            f"fakequant reads files of {self.name}, but does not write them; deliver the model as compressed-tensors, "
+            "which the same programs load"
         )
 
     def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
@@ -230,12 +231,12 @@ class LayeredFormat(DeliveryFormat):
         return SitesEntry(), {}
 
     def skips(self, name: str) -> str | None:
-        """The reason to skip a tensor that the model has no place for, "" for no warning; None for damage."""
+        """Why to skip a tensor that the model has no place for, "" to skip it silently; None if the file is damaged."""
         return "" if name.endswith("rotary_emb.inv_freq") else None
 
 
 class RangeOfCall(NamedTuple):
-    """The name of a tensor in a file, and its shape in the model, -1 for any number."""
+    """The name of a tensor in a file, and its shape in the model, where -1 stands for any number."""
 
     key: str
     shape: tuple[int, ...] = (1,)
@@ -378,7 +379,7 @@ class _LayeredReader:
 
 
 def _without_zero_scales(one: CodedWeight) -> list[Tensor]:
-    """Codes, scales and zero points; a scale of 0 becomes the largest one, with codes of the value 0: values stay."""
+    """Codes, scales and zero points; where a scale is 0, the largest scale and codes of the value 0 replace it."""
     spec, codes, scale = one.spec, one.codes(), one.scale().float().contiguous()
     kind, empty = torch.int32 if spec.offset is None else torch.float32, scale == 0
     point = None if one.zero_point is None else one.zero_point().to(kind)

@@ -38,7 +38,7 @@ from fakequant.text import listed
 _parser: Any = re._parser if hasattr(re, "_parser") else import_module("sre_parse")  # type: ignore[attr-defined]  # before Python 3.11
 Args = dict[str, Any]
 ROLES = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
-"""The names in a scheme of the operands of a layer."""
+"""By the name of a layer's tensor, its name in a scheme."""
 PACKED = "pack-quantized"
 LAYOUTS = {
     (4, 16, "torch.float8_e4m3fn"): "nvfp4-pack-quantized",
@@ -46,25 +46,25 @@ LAYOUTS = {
     (6, 32, "torch.uint8"): "mxfp6-pack-quantized",
     (8, 32, "torch.uint8"): "mxfp8-quantized",
 }
-"""Names of layouts of floats whose scales have a format of their own, by bits, size of groups and type of scales."""
+"""Names of layouts of floats whose scales have a format, by the bits, the size of groups and the type of scales."""
 _ALIKE = {"naive-quantized", "float-quantized", "int-quantized"}
 """Names of layouts that hold the same tensors."""
 FLOATS = {torch.float32, torch.float16, torch.bfloat16}
-"""Types in which files have scales."""
+"""The dtypes that scales have in files."""
 HEADS = "attn_head"
-"""The strategy of keys, values and queries [batch, heads, tokens, width] whose heads have a scale each."""
+"""The strategy of keys, values and queries [batch, heads, tokens, width] with a scale for each head."""
 LOCAL = "local"
-"""The value of `dynamic` for inputs whose blocks have dynamic scales under a fixed scale of the tensor."""
+"""The value of `dynamic` for inputs whose blocks have dynamic scales, which a fixed second-level scale multiplies."""
 HALF_RANGE = "dynamic INT8 by transformers of "
-"""The prefix of a key in a file's header, before a layer's name: its inputs are computed as in transformers."""
+"""The prefix before a layer's name of a key in a file's header, which says that inputs have transformers' scales."""
 EXACT = "exact global scale of "
-"""The prefix of a key in a file's header, before a layer's name: the number whose rounded reciprocal the file has."""
+"""The prefix before a layer's name of a header's key for an exact scale; the file's tensor has its reciprocal."""
 _FORMATS = {one.bits: one for one in map(parse_format, ("float8_e4m3fn", "float6_e2m3fn", "float4_e2m1fn"))}
 _POWERS, _E4M3 = parse_format("float8_e8m0fnu"), _FORMATS[8]
 _HALVES = {torch.float16: parse_format("float16"), torch.bfloat16: parse_format("bfloat16")}
 _DTYPES = {_POWERS: "torch.uint8", _E4M3: "torch.float8_e4m3fn"}
 _LONG, _MOST_CHOICES, _FEW_TIMES = 2_000, 18, 8
-"""Limits of a pattern in a file: its characters, its choices, and the repeats of a part that count as no choice."""
+"""The limits of a pattern in a file: its characters, its choices, and how many repeats of a part are no choice."""
 _PROBE = torch.tensor([1e-3, 0.3, 1.0, 1.3, 1.74, 1.75, 1.76, 1.9, 1.95, 3.0, 6.0, 7.1, 447.0, 450.0], device="cpu")
 """Ranges by which two rules for scales are told apart."""
 
@@ -90,7 +90,7 @@ def attention_args(part: Part) -> Args | str:
     found = [_call_args(config) for config in part.operands.values()]
     first = found[0]
     if isinstance(first, str) or any(one != first for one in found) or not {"key", "value"} <= part.operands.keys():
-        return "keys and values, and queries where they are quantized, are so in one way"
+        return "files have one quantization for keys, values and quantized queries"
     if first["strategy"] not in ("tensor", HEADS) or first["dynamic"] or not first["symmetric"]:
         return "keys and values have fixed scales, one for a layer or for each head, and no zero point"
     return first
@@ -120,7 +120,7 @@ def shift_of(format: Format) -> int:
 
 
 def _element(spec: QuantSpec) -> Args | str:
-    """The arguments for the format of a specification, or the reason why no file holds it for any axes."""
+    """The arguments for the format of a specification, or the reason why no file holds it, whatever the axes."""
     format, shift, half = spec.format, shift_of(spec.format), 1 << spec.format.bits - 1
     if not spec.arithmetic.is_linear:
         return f"files multiply codes by scales, and {spec.arithmetic} does not"
@@ -234,7 +234,7 @@ def _is_their_rule(spec: QuantSpec, args: Args) -> bool:
 
 
 def _of_powers(bits: int, *, dynamic: bool) -> ScaleRounding:
-    """The rule for scales of powers of two: `generate_mx_scales` has the precision of FP4 for 8 bits, too."""
+    """The rounding of power-of-two scales; `generate_mx_scales` uses FP4's rule for 8 bits, too."""
     if not dynamic:
         return ScaleRounding.FLOOR
     return ScaleRounding.EVEN_FP4 if bits == 8 else ScaleRounding.EVEN
@@ -262,7 +262,7 @@ def normalized(group: Mapping[str, Any], format: str | None) -> Args:
         if named == PACKED and weights["type"] == "int":
             scheme["format"] = PACKED
         if named not in (scheme["format"], "mixed-precision", None) and not {named, scheme["format"]} <= _ALIKE:
-            raise CheckpointError(f"a scheme has the format {named!r:.40}, and its weights are {scheme['format']}")
+            raise CheckpointError(f"a scheme has the format {named!r:.40}, but its weights have {scheme['format']}")
     return scheme
 
 
@@ -271,8 +271,8 @@ def config_of(
 ) -> TensorConfig:
     """The configuration for a tensor that has these arguments.
 
-    Files do not say how a program computes the scales of dynamic integers: INT8 per token gets the rule of vLLM 0.32,
-    others that of compressed-tensors 0.20 in transformers, which `half_range` takes for INT8 per token, too.
+    Files do not say how a program computes the scales of dynamic integers. INT8 per token gets the rule of vLLM 0.32;
+    all others, and with `half_range` INT8 per token, get the rule of compressed-tensors 0.20 in transformers.
     """
     bits, kind, strategy, dynamic = args["num_bits"], args["type"], args["strategy"], args["dynamic"]
     places: dict[str, Granularity] = {"tensor": PerTensor(), "channel": PerChannel(0), "token": PerToken()}
@@ -284,7 +284,7 @@ def config_of(
     is_local = dynamic == LOCAL and strategy == "tensor_group"
     known = bits in range(2, 9) if kind == "int" else kind == "float" and bits in _FORMATS
     if not known or strategy not in places or not (dynamic in (True, False) or is_local):
-        raise CheckpointError(f"a scheme has the arguments {dict(args)}, of which this reader does not know all")
+        raise CheckpointError(f"this reader does not know all arguments of a scheme: {dict(args)}")
     scale = ScaleSpec(_HALVES.get(scales))
     if "scale_dtype" in args:
         powers = ScaleSpec(_POWERS, _of_powers(bits, dynamic=bool(dynamic)))
@@ -371,7 +371,7 @@ def _choices(items: Any) -> int:
 def stored(
     scheme: Mapping[str, Any], format: Format, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> dict[str, Stored]:
-    """The stored tensors of a weight [out, in], by the ends of their names; `dtype` is of scales without a format."""
+    """The stored tensors of a weight [out, in], by the ends of their names; scales without a format have `dtype`."""
     args, (rows, columns), shift = scheme["weights"], shape, shift_of(format)
     bits, is_packed, is_tensor = args["num_bits"], scheme["format"] == PACKED, args["strategy"] == "tensor"
     high, wide = args.get("block_structure") or (1, args.get("group_size") or columns)
@@ -432,11 +432,11 @@ def _powers(x: Tensor) -> Tensor:
 
 
 _CACHE = {"past_key_values", "past_key_value"}
-"""The arguments by which compressed-tensors 0.20 puts its quantized keys and values into an attention."""
+"""The names of the argument by which compressed-tensors 0.20 gives quantized keys and values to an attention."""
 
 
 def missed_cache(modules: Iterable[nn.Module]) -> str:
-    """Why keys and values of some attentions stay in float in transformers, as a sentence; "" if they do not."""
+    """A sentence that says why some keys and values stay in float in transformers; "" if all are quantized."""
     classes = {own_class(module) for module in modules}
     names = [cls.__name__ for cls in classes if not _CACHE & {*inspect.signature(cls.forward).parameters}]
     if not names:
@@ -460,7 +460,7 @@ def attention_sites(model: nn.Module, config: TensorConfig, operands: Collection
         recording = record(model, lambda: model(input_ids=tokens, use_cache=False))
         plan = plan_sites(model, Config("attention", (Rule("*", ops=("attention",), input=config),)), recording)
     except (ConfigError, TypeError) as error:
-        raise CheckpointError(f"keys and values are quantized, and the model calls no attention: {error}") from error
+        raise CheckpointError(f"keys and values are quantized, but the model calls no attention: {error}") from error
     keys = {path: list(own) for path, own in plan.training_keys.items()}
     owners = {
         path: OwnerEntry(type(model.get_submodule(path)).__name__, list(steps), {}, keys.get(path))
@@ -477,7 +477,7 @@ def attention_sites(model: nn.Module, config: TensorConfig, operands: Collection
 
 
 def conflicts_of_calls(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
-    """By name of a part, why files of compressed-tensors cannot hold its keys and values beside those of others."""
+    """By the name of a part, the reason why compressed-tensors cannot hold its keys and values beside others."""
     calls = {part.path: part for part in parts if part.call}
     classes = {type(part.module) for part in calls.values()} | {own_class(part.module) for part in calls.values()}
     others = [path for path, one in model.named_modules() if type(one) in classes and path not in calls]
@@ -513,13 +513,13 @@ def _is_decompressed_in_bfloat16(scheme: Scheme) -> bool:
 
 
 def runs_in_bfloat16(schemes: Sequence[Scheme]) -> bool:
-    """Whether transformers quantizes inputs, and multiplies them by weights in bfloat16."""
+    """Whether transformers quantizes the inputs, and multiplies them by the weights in bfloat16."""
     weights = [one for one in schemes if ROLES["weight"] in one]
     return any(ROLES["input"] in one for one in weights) and all(map(_is_decompressed_in_bfloat16, weights))
 
 
 def how_to_load(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> str:
-    """The conditions under which transformers has the same weights, for a message; "" if always."""
+    """For a message, the conditions under which transformers loads the same weights; "" if it always does."""
     if not needs_dequantize(schemes, tensors, dtype):
         return ""
     if runs_in_bfloat16(schemes):
@@ -530,7 +530,7 @@ def how_to_load(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTe
 
 
 def decompressed(scheme: Scheme, tensors: Mapping[str, Tensor], bases: Sequence[str]) -> dict[str, Tensor]:
-    """The values of a weight by the package compressed-tensors, by their names in files."""
+    """The values of a weight that the package compressed-tensors computes, by their names in files."""
     # Packages of the extra `delivery`, which type checkers need not have.
     compressor: Any = import_module("compressed_tensors.compressors").BaseCompressor
     scheme_class: Any = import_module("compressed_tensors.quantization").QuantizationScheme
@@ -544,7 +544,7 @@ def decompressed(scheme: Scheme, tensors: Mapping[str, Tensor], bases: Sequence[
 
 @contextmanager
 def computed_by_transformers(model: nn.Module) -> Iterator[None]:
-    """A context in which a model computes dynamic INT8 by the rule of transformers, not by that of servers."""
+    """A context in which a model computes dynamic INT8 by the rule of transformers, not by the rule of servers."""
     held = _computed_by_servers(model)
     rule = ScaleSpec(None, ScaleRounding.HALF_RANGE)
     with restore_after(attributes_of(held, "spec")):
@@ -554,7 +554,7 @@ def computed_by_transformers(model: nn.Module) -> Iterator[None]:
 
 
 def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: str = "") -> LoadedFile:
-    """The model as transformers loads it from a folder with these schemes; `missed`: the text of `missed_cache`."""
+    """The model that transformers loads from a folder with the schemes `groups`; `missed` is of `missed_cache`."""
     import transformers
 
     dtype = next(model.parameters()).dtype

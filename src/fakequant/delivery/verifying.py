@@ -36,10 +36,10 @@ _CALL = "verify_delivery('folder', model, batches)"
 class DeliveryReport(VerifyReport):
     """The result of `verify_delivery`; prints as a table, one row for each weight.
 
-    A row counts codes, scales and zero points of the file, and the values of every program that loads it.
+    A row counts the differing codes, scales and zero points of the file, and values in every program that loads it.
 
     Attributes:
-        far: the outputs that differ from the model's by more than the order of sums explains.
+        far: the outputs that differ from the model's outputs by more than the order of sums explains.
         failed: the errors of programs that do not load or run the file, one sentence each.
     """
 
@@ -66,19 +66,19 @@ def verify_delivery(
     inputs: Inputs | None = None,
     progress: bool | None = None,
 ) -> DeliveryReport:
-    """Compare a delivered file with its model: codes, scales and float tensors in the file, weights and outputs in the
-    programs that load it, where they are installed.
+    """Compare a delivered file with its model: codes, scales and float tensors in the file, and weights and outputs in
+    the programs that load the file, as far as they are installed.
 
     Args:
         path: the result of `deliver`.
         model: the prepared model that was delivered.
-        batches: the inputs of the programs and of the model; None takes the few tokens that a model of transformers has
-            as `dummy_inputs`. Where there are none, outputs are not compared, and the report says so.
+        batches: the inputs of the programs and of the model; by default the few tokens in `dummy_inputs` of a model of
+            transformers. Without either, outputs are not compared, and the report says so.
         inputs, progress: as for `calibrate`.
 
     Raises:
         CheckpointError: the file is damaged, or of an unknown format.
-        VerificationError: the file is of another model, or there are no batches.
+        VerificationError: the file is of another model, or `batches` is empty.
 
     >>> from tempfile import TemporaryDirectory
     >>> model = prepare(nn.Sequential(nn.Linear(64, 64)), "int4_group32")
@@ -129,7 +129,7 @@ def verify_delivery(
 
 
 def _dummy_batches(model: nn.Module) -> tuple[list[Any], str]:
-    """The `dummy_inputs` of a model of transformers as a batch, and their source as text; or [], and the reason."""
+    """The `dummy_inputs` of a model of transformers as a batch, and a text on the source; or [] and the reason."""
     batch = getattr(model, "dummy_inputs", None)
     if not isinstance(batch, Mapping):
         return [], "the model has no inputs of its own"
@@ -144,7 +144,7 @@ def _dummy_batches(model: nn.Module) -> tuple[list[Any], str]:
 
 @contextmanager
 def _failing(report: DeliveryReport, what: str) -> Iterator[None]:
-    """A context that adds an error of another program to the report, so that earlier comparisons are kept."""
+    """A context that adds an error of another program to the report, instead of losing earlier comparisons."""
     try:
         yield
     except Exception as error:  # other programs raise any error: transformers OSError, KeyError, RuntimeError
@@ -154,7 +154,7 @@ def _failing(report: DeliveryReport, what: str) -> Iterator[None]:
 def _compare_states(
     report: DeliveryReport, live: QuantizedState, stored: QuantizedState, weights: set[str], progress: bool | None
 ) -> None:
-    """Add a row for each weight, for the ranges of activations, for the float tensors, and for what one side lacks.
+    """Add a row for each weight, for the ranges of activations, for the float tensors, and for each missing tensor.
 
     `weights` are the paths of the quantizers of weights.
     """
@@ -229,7 +229,7 @@ def _count(row: Row, ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
 
 
 def _numbers(weight: WeightCodes) -> list[Tensor]:
-    """Codes, scales and zero points; integer codes are made signed, because formats may store them unsigned."""
+    """The codes, scales and zero points; integer codes are made signed, because formats may store them unsigned."""
     point, format = weight.zero_point, weight.spec.format
     point = torch.zeros_like(weight.scale) if point is None else point.reshape(weight.scale.shape)
     middle = 0 if weight.spec.offset is not None else _middle(format)
@@ -257,7 +257,7 @@ def _compare_outputs(
             break
         if [one.shape for one in expected] != [one.shape for one in found]:
             raise VerificationError(
-                f"{engine.name} gives outputs of the shapes {[list(one.shape) for one in found]}, the model "
+                f"{engine.name} gives outputs of the shapes {[list(one.shape) for one in found]}, but the model gives "
                 f"{[list(one.shape) for one in expected]}; pass the model that was delivered"
             )
         names = [f"output {number} in {engine.name}" for number in range(len(found))]
@@ -271,7 +271,7 @@ def _compare_outputs(
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    """The float outputs of a call, on the CPU; of a result with logits, these alone as [rows, vocabulary]."""
+    """The float outputs of a call, on the CPU; if the result has "logits", only the logits [rows, vocabulary]."""
     if isinstance(result, Mapping) and "logits" in result:
         return [result["logits"].flatten(0, -2).cpu()]
     return [one.cpu() for one in pytree.tree_leaves(result) if isinstance(one, Tensor) and one.is_floating_point()]

@@ -60,7 +60,7 @@ def require(*names: str, reader: str = "ONNX", install: str = "'fakequant[onnx]'
 
 
 _ALIASES = {"tensorrt": "trt", "onnxruntime": "portable", "ort": "portable", "onnx": "standard"}
-"""The style that users mean by the name of an engine or a form."""
+"""By the name of an engine or a form, the style that users mean by it."""
 
 
 class Style(str, Enum):
@@ -94,7 +94,7 @@ _LAYOUT_VERSION = 1
 _MOST_AXES = 64
 """The largest number of axes of a numpy array."""
 _LONGEST = 2**31
-"""The bound of an axis length, because an ONNX file holds less than 2 GB."""
+"""The bound of the length of an axis, because an ONNX file has less than 2 GB."""
 
 INPUT_DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -126,17 +126,17 @@ class SiteRecord:
         spec: the specification, as text.
         expressed: a description of the ONNX nodes.
         x: name of the quantized tensor; for a weight the name of the parameter.
-        y: name of the result.
+        y: name of the quantized result.
         parameters: the source of scale and zero point.
-        scale: name of the scale, [groups, axes kept] if computed, in ONNX's shape if constant.
-        zero_point: name of the zero point, in the same shape; None if there is none.
+        scale: name of the scale; a computed one is [groups, axes kept], a constant has ONNX's shape.
+        zero_point: name of the zero point, in the scale's shape; None if there is none.
         codes: name of a weight's codes; None for activations.
         groups: shape of constant scales [groups, axes kept].
-        repeats: how often a scale is repeated along every axis in the file.
+        repeats: how often the file repeats each scale along every axis.
         digest: SHA-256 of the constants.
         constants: names of the constants.
         scale_of_scales: name of the factor of the scale's codes; None if `scale` is the scale itself.
-        clip: the bounds of a Clip before the quantizer that was removed, as its codes end at these bounds; else empty.
+        clip: the bounds of a Clip that was removed before the quantizer, whose codes end at these bounds; else empty.
     """
 
     quantizer: str
@@ -156,7 +156,7 @@ class SiteRecord:
     clip: list[float] = field(default_factory=list)
 
     def seen_as(self, x: str, y: str) -> SiteRecord:
-        """The record with the names of the tensors that hold x and y of all steps of a loop."""
+        """The record with other names for x and y: the tensors that hold their values of all steps of a loop."""
         return replace(self, x=x, y=y)
 
 
@@ -246,7 +246,7 @@ FIRST_OPSET = 18
 LAST_OPSET = 25
 """The newest opset that torch's exporter writes correctly; types of newer opsets are converted afterwards."""
 DEFAULT_OPSET = 20
-"""Enough for 8-bit formats per tensor and per axis; ONNX Runtime loads it with fewer defects than opset 21."""
+"""This opset has 8-bit formats per tensor and per axis; ONNX Runtime loads it with fewer defects than opset 21."""
 BLOCKED_OPSET = 21
 """The first opset with one scale per block."""
 
@@ -291,7 +291,7 @@ class Encoding:
         clips: whether the type has more codes than the format, so values must be clipped first.
         portable: whether QuantizeLinear cannot write the format. Then other operators round activations, and Gather
             looks up the values of a weight's codes in a table.
-        scale: the element type of the scales, or of their codes if they have a second level; None for float32.
+        scale: the element type of the scales, or of the scales' codes if there is a second level; None for float32.
         guarded: whether to put a Sum of one tensor before QuantizeLinear and after DequantizeLinear. The default
             optimisations of ONNX Runtime (1.31) fuse float8 there as if it were int8: the file then needs operators
             that ONNX Runtime lacks and does not load, or loses a ReLU and gives other results.
@@ -305,7 +305,7 @@ class Encoding:
 
     @property
     def powers(self) -> bool:
-        """Whether QuantizeLinear and DequantizeLinear take the scales in E8M0."""
+        """Whether QuantizeLinear and DequantizeLinear read scales in E8M0, powers of two."""
         return self.scale == _E8M0
 
     @property
@@ -372,7 +372,7 @@ class ScaleLayout:
 
     @property
     def opset(self) -> int:
-        """The first opset that supports the layout; a zero point of symbolic length needs `output_dtype` of 21."""
+        """The first opset that supports the layout; zero points of symbolic length need `output_dtype`, of opset 21."""
         return BLOCKED_OPSET if self.block_size or self.symbolic else FIRST_OPSET
 
     def __str__(self) -> str:
@@ -482,8 +482,8 @@ def check_spec(spec: QuantSpec, style: Style = Style.PORTABLE) -> Encoding:
     """
     if spec.arithmetic.has_two_scales:
         raise ExportError(
-            f"{spec}: it encodes and decodes by different scales, which QuantizeLinear and DequantizeLinear do not; "
-            "prepare the model with Arithmetic.DIVIDE (or RECIPROCAL), or deliver it as GGUF"
+            f"{spec}: the codes are made by another scale than they are decoded by, and ONNX has one scale for both; "
+            "prepare the model with Arithmetic.DIVIDE (or RECIPROCAL), or deliver the model as GGUF"
         )
     if spec.arithmetic is Arithmetic.MULTIPLIER:
         raise ExportError(
@@ -497,13 +497,13 @@ def check_spec(spec: QuantSpec, style: Style = Style.PORTABLE) -> Encoding:
         )
     if spec.offset is not None:
         raise ExportError(
-            f"{spec}: zero points of ONNX are codes, and its offsets are in units of x; use a zero point (leave "
+            f"{spec}: ONNX has zero points, which are codes, but no offsets in units of x; use a zero point (leave "
             f"{spec.offset} out), or deliver the model in a format that has offsets, such as GGUF"
         )
     if spec.scale.rounding is ScaleRounding.SIGNED:
         raise ExportError(
-            f"{spec}: scales of ONNX are positive, and those of {spec.scale} have signs; use an unsigned format of "
-            "scales without the rule 'signed', or deliver the model in a format that has signs, such as GGUF"
+            f"{spec}: scales of ONNX are positive, but {spec.scale} has signs; use an unsigned format of "
+            "scales without the rule 'signed', or deliver the model in a format whose scales have signs, such as GGUF"
         )
     codes, fmt = encoding(spec.format, style), spec.scale.format
     # Exact scales without a second level are float32 numbers.
@@ -517,7 +517,7 @@ def check_choice(spec: QuantSpec) -> None:
     """Check that a graph can compute the scales of a specification from the range of a tensor.
 
     Raises:
-        ExportError: the graph cannot compute such scales.
+        ExportError: the graph cannot compute the scales.
     """
     scale = spec.scale
     if scale.is_exact or scale.needs_values:
@@ -531,8 +531,8 @@ def check_scale(scale: Tensor, spec: QuantSpec, style: Style = Style.PORTABLE) -
     """Check constant scales, because ONNX Runtime does not check them and returns wrong codes for invalid scales.
 
     Raises:
-        ExportError: a scale is not a positive normal number or the smallest value of the scale format; or it is not a
-            power of two but is stored in E8M0.
+        ExportError: a scale is neither a positive normal number nor the smallest value of the scale format; or a scale
+        to be stored in E8M0 is not a power of two.
     """
     # 2**-127, the smallest scale of OCP Microscaling, is subnormal but has a finite reciprocal.
     if spec.scale.is_exact:

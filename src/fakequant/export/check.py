@@ -1,6 +1,6 @@
-"""Compare the quantizers of an exported file with torch, and the parts of the model between them.
+"""Compare an exported file with torch: its quantizers, and the parts of the model between quantizers.
 
-Each part between quantizers runs in torch from the values that the file had there.
+Torch computes each part from the values that the file had at the part's start.
 
 Sums in another order differ by rounding, which a quantizer turns into a whole step if a value lies between two codes.
 After some layers a right file is as far from torch as quantization is. So torch runs with the results that the
@@ -73,7 +73,7 @@ class Source:
 
     Attributes:
         constants: the constants of the file.
-        read_as: for a float16 tensor, the name of its cast to float32, which the quantizer reads.
+        read_as: by the name of a float16 tensor, the name of its cast to float32, which the quantizer reads.
         names: the names of all tensors of the file.
         modules: the model's modules by path.
         tensors: the model's parameters and buffers by name.
@@ -161,7 +161,7 @@ class SiteCheck:
 
     @property
     def step(self) -> float | None:
-        """The largest constant scale of an integer activation, else None."""
+        """The largest scale of an activation with integers and constant scales, else None."""
         if self.record.codes or self.record.parameters is not Parameters.CONSTANT:
             return None
         with self._fitting():
@@ -185,7 +185,7 @@ class SiteCheck:
         return math.prod(self._constants.constant(str(self.record.codes)).dims)
 
     def moved(self, generator: torch.Generator) -> Tensor:
-        """The weight plus the rounding errors of other values of about its size, as if it had not been rounded."""
+        """The weight plus rounding errors of random values of the weight's size, as if it had not been rounded."""
         with self._fitting():
             weight, params = self._file_weight(torch.float32), self._file_parameters()
             others = weight * (1 - torch.rand(weight.shape, generator=generator, device="cpu") / 2)
@@ -194,7 +194,7 @@ class SiteCheck:
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:
-        """Turn errors of constants that do not fit each other into a VerificationError about the file or model."""
+        """A context that turns errors of constants that do not fit each other into a VerificationError."""
         try:
             yield
         except VerificationError:
@@ -256,7 +256,7 @@ class SiteCheck:
         return differing_bits(actual, expected)
 
     def tensors(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The input of the quantizer in the file, and its result; for a weight twice the result."""
+        """The quantizer's input and its result in the file; for a weight the result twice."""
         y = values[self.record.y]
         x = y if self.record.codes else values[self._x]
         return (x.clamp(*self.record.clip) if self.record.clip else x), y
@@ -324,7 +324,7 @@ class SiteCheck:
 _MOST_ELEMENTS = 2**29 - 2**20
 """The most float32 weights that a protobuf message can hold."""
 _NO_LOSS = 100.0
-"""The SQNR in dB that sums in another order reach, but a difference of one 16-bit step does not."""
+"""An SQNR in dB: results of sums in another order are above, results with a difference of one 16-bit step below."""
 
 _RESTORING = (
     SessionOptions(
@@ -337,7 +337,7 @@ _RESTORING = (
     SessionOptions('InferenceSession(..., disabled_optimizers=["DoubleQDQPairsRemover"])', ("DoubleQDQPairsRemover",)),
     WITHOUT_OPTIMISATIONS,
 )
-"""Settings that stop ONNX Runtime from changing results; the first does not slow integer products down."""
+"""Settings that stop ONNX Runtime from changing results. Only the first leaves integer products fast."""
 
 
 class Deployed:
@@ -404,7 +404,7 @@ def without_rounding(model: ModelProto, checks: Sequence[SiteCheck]) -> ModelPro
     """A copy of a file with unrounded values, to measure the noise of quantization without the float model.
 
     Activations are clipped, but not rounded. Weights are moved by typical rounding errors, because improved or baked
-    weights are stored rounded even in the float model. None if the copy would be too large.
+    weights are stored rounded even in the float model. The result is None if the copy would be too large.
     """
     from onnx import ModelProto, TensorProto, helper
 
@@ -441,14 +441,14 @@ def without_rounding(model: ModelProto, checks: Sequence[SiteCheck]) -> ModelPro
 
 
 Run = Callable[[Callable[[Tensor], Tensor]], Any]
-"""Calls the model with a batch, of which every tensor first goes through a function."""
+"""Calls the model with a batch whose tensors an argument, a function, first changes."""
 Values = Iterator[tuple[dict[str, Tensor], list[int]]]
-"""The tensors of a file by name, and the indices of the checks whose tensors are there, for each piece of the file."""
+"""For each piece of the file, its tensors by name, and the indices of the checks whose tensors are among them."""
 
 _UNITS = 8
-"""How many units of the last place, of the largest value, a right file may differ by without a second look."""
+"""A difference of at most so many units of the last place of the largest value needs no second run."""
 _FACTOR = 32
-"""A right file differs by at most this multiple of the effect of changed last bits: sums have thousands of terms."""
+"""A right file differs by at most this multiple of what changed last bits do: a sum has thousands of terms."""
 _ALIKE = 1e-3
 """A call in the model matches a quantizer in the file if inputs differ by at most this share of the largest value."""
 _HUGE = 2.0**100
@@ -457,7 +457,7 @@ _FAKE_QUANTIZE = torch.ops.fakequant.fake_quantize.default
 
 
 class Spans:
-    """Runs a model with the file's results of quantizers, and compares the inputs of quantizers with the file's.
+    """Runs a model with the results that quantizers have in the file, and compares the quantizers' inputs.
 
     The last outputs of the file are the new values of the buffers `state`.
     """
@@ -478,7 +478,7 @@ class Spans:
                 self.order.setdefault(module, []).append(index)
 
     def found(self) -> list[Span]:
-        """All spans with a comparison or a missing call, in the order of the file.
+        """The spans with a comparison or a missing call, in the order of the file.
 
         Raises:
             VerificationError: the model has not computed a weight of the file.
@@ -529,14 +529,15 @@ class Spans:
 
 
 class _Pass:
-    """One run of the model, step by step with one run of the file.
+    """A run of the model that takes turns with a run of the file.
 
     Args:
         spans: the comparisons to add to.
         values: the tensors of the file, piece by piece.
-        bins: the bins of ranges that the batch chooses.
+        bins: for ranges that depend on a value, the bins that the batch's values choose.
         loose: modules whose calls are not all in the file, or not all in the model.
-        ours: torch's tensors where an earlier run found large differences; if given, last bits are changed.
+        ours: torch's tensors at the places where an earlier run found large differences; with them, this run
+            changes last bits.
     """
 
     def __init__(
@@ -570,7 +571,7 @@ class _Pass:
         return self._last
 
     def uneven(self) -> frozenset[nn.Module]:
-        """The modules that the model calls more or less often than the file has quantizers of them."""
+        """The modules whose number of calls is not the number of their quantizers in the file."""
         left = {one for one, (place, _) in self._places.items() if place < len(self._spans.order[one])}
         return frozenset(self._extra | left)
 

@@ -2,8 +2,8 @@
 
 Sources: coreai-torch 0.4.3, whose operators in torch its converter reads; coreai-core 1.0.0b3, which runs packages.
 
-* A weight is `constexpr_blockwise_shift_scale` of its codes: (q - z) * s, q * s + offset, or the value of a float times
-  s. Other formats are indices into a table of their values (`lut_to_dense`), times scales.
+* A weight is `constexpr_blockwise_shift_scale` of its codes q: (q - z) * s, q * s + offset, or for a float its value
+  times s. Other formats are indices into a table of their values (`lut_to_dense`), times scales.
 * An activation is `quantize` and `dequantize`: clamp(rint(x / s) + z), `Arithmetic.DIVIDE`, and (q - z) * s.
 """
 
@@ -65,9 +65,9 @@ def export_coreai(
         inputs: which part of the example the model gets, as for `calibrate`.
 
     Raises:
-        ExportError: as `export_pt2e`; quantizers that Core AI cannot express, which are named; its converter refuses
-            the model; the results of the package differ from the model's; or the packages are not installed. Nothing is
-            written.
+        ExportError: for the reasons of `export_pt2e`; Core AI cannot express some quantizers, which are named; its
+            converter refuses the model; the results of the package differ from the model's; or the Python packages of
+            Core AI are not installed. Nothing is written.
         OutputError: the path exists already, or it cannot be written; raised before any work.
 
     >>> export_coreai(nn.Linear(2, 2), "model.aimodel", torch.ones(1, 2))
@@ -84,7 +84,7 @@ def export_coreai(
         names = listed(sorted(map(str, written.values())))
         raise ExportError(f"forward writes {names}, and the package is run without states; return such values instead")
     if any(getattr(node.meta.get("val"), "dtype", None) is torch.float64 for node in program.graph.nodes):
-        raise ExportError("Core AI computes in float32 and half precision, and the model in float64; use model.float()")
+        raise ExportError("Core AI computes in float32 and half precision, but the model in float64; use model.float()")
     if others := [one for one in signature.user_outputs if not isinstance(one, str)]:
         raise ExportError(f"forward returns {listed(map(repr, others))} beside tensors; return tensors alone")
     expected = simulated(model, program)

@@ -44,8 +44,8 @@ def export_coreml(
         inputs: which part of the example the model gets, as for `calibrate`.
 
     Raises:
-        ExportError: as `export_pt2e`; quantizers that Core ML cannot express; weights that differ in the package;
-            or coremltools is not installed. Nothing is written.
+        ExportError: for the reasons of `export_pt2e`; Core ML cannot express some quantizers; weights differ in the
+            package; or coremltools is not installed. Nothing is written.
         OutputError: the path exists already, or it cannot be written; raised before any work.
 
     >>> export_coreml(nn.Linear(2, 2), "model.mlpackage", torch.ones(1, 2))

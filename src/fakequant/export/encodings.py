@@ -5,9 +5,9 @@ A file of encodings lists the tensors of an ONNX file without quantizers: `qairt
 
 * "0.6.1": a list of one entry per channel, {scale, offset, bitwidth, min, max, dtype, is_symmetric: "True"}.
 * "1.0.0": {scale, offset, bw, dtype: "INT", is_sym, enc_type, block_size}; "is_sym" says that codes are signed.
-* "2.0.0": {y_scale, y_zero_point, output_dtype, axis, block_size}, as ONNX has them.
+* "2.0.0": {y_scale, y_zero_point, output_dtype, axis, block_size}, with the meaning that ONNX gives these names.
 
-The offset of the first two is the lowest code minus the zero point: x = (q + offset) * scale for q from 0 on.
+The offset of the first two versions is the lowest code minus the zero point: x = (q + offset) * scale, for q >= 0.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Encodings:
         tensors: the paths of each tensor's quantizers, by the tensor's name in the ONNX file.
         onnx: the float ONNX file beside it; None after reading.
         left_out: paths of quantizers without encodings, because they are off or the example does not reach them;
-            reading does not change these.
+            `read_encodings` does not change these quantizers.
     """
 
     path: Path
@@ -140,8 +140,9 @@ def export_encodings(
         dynamic_shapes: as for `export_onnx`.
 
     Raises:
-        ExportError: as `export_onnx`; an unknown version; quantizers that encodings do not describe, or that give one
-            tensor two ranges, or quantize it for only some readers: all are named. Nothing is written.
+        ExportError: for the reasons of `export_onnx`; an unknown version; or quantizers that encodings do not describe,
+            that give one tensor two ranges, or that only some readers of a tensor use; all are named. Nothing is
+            written.
         OutputError: a file cannot be written; raised before any work.
 
     >>> from tempfile import TemporaryDirectory
@@ -174,8 +175,8 @@ def read_encodings(
 ) -> Encodings:
     """Set the scales and zero points of a prepared model from a file of encodings.
 
-    The file names tensors as in the ONNX file of `export_encodings`. Weights that already have these scales keep their
-    codes; others are quantized with the new scales.
+    The file names tensors as in the ONNX file of `export_encodings`. Weights that already have the file's scales keep
+    their codes; others are quantized with the new scales.
 
     Args:
         model: a prepared model; it need not be calibrated.
@@ -231,22 +232,22 @@ def _without(own: Mapping[str, Quantizer], names: Mapping[str, list[str]]) -> li
 
 
 def _params(title: str, path: str, found: TensorEncoding, expected: TensorEncoding, ready: Quantizer) -> QParams:
-    """The encoding as parameters for a quantizer (`ready` is its calibrated copy); ExportError for another format."""
+    """An encoding as parameters for a quantizer, whose calibrated copy is `ready`; ExportError for another format."""
     before, spec = ready.scale, ready.spec
     assert before is not None
     if (found.dtype, found.scale.size) != (expected.dtype, expected.scale.size):
         raise ExportError(
-            f"{title} has {found.scale.size} scales of {found.dtype}, and {module_name(path)} "
-            f"{expected.scale.size} of {expected.dtype} ({spec}); prepare the model with these formats"
+            f"{title} has {found.scale.size} scales of {found.dtype}, but {module_name(path)} has "
+            f"{expected.scale.size} of {expected.dtype} ({spec}); prepare the model with the formats of the file"
         )
     axis = expected.axis if found.axis is None else found.axis % max(before.dim(), 1)
     if (axis, found.block_size) != (expected.axis, expected.block_size):
         raise ExportError(
-            f"{title} has scales along axis {found.axis} in blocks of {found.block_size}, and {module_name(path)} "
-            f"along axis {expected.axis} in blocks of {expected.block_size}; prepare the model with these"
+            f"{title} has scales along axis {found.axis} in blocks of {found.block_size}, but {module_name(path)} has "
+            f"axis {expected.axis} and blocks of {expected.block_size}; prepare the model with the blocks of the file"
         )
     if ready.zero_point is None and found.zero_point.any():
-        raise ExportError(f"{title} has zero points, and {module_name(path)} none ({spec}); add 'asymmetric' to it")
+        raise ExportError(f"{title} has zero points, but {module_name(path)} has none; add 'asymmetric' to its {spec}")
     scale = torch.from_numpy(found.scale).reshape(before.shape).to(before)
     if ready.zero_point is None:
         return QParams(scale)
@@ -342,7 +343,7 @@ class _Split:
         return None
 
     def finish(self) -> dict[str, str]:
-        """Write the graph without quantizers; returns quantizers whose tensor is also read in float, with reasons."""
+        """Write the graph without quantizers; returns reasons by the quantizers whose tensor is also read in float."""
         from onnx import helper
 
         graph = self._proto.graph
@@ -470,7 +471,7 @@ def _of_channels(entry: Any) -> TensorEncoding:
         raise ValueError("is no list of the encodings of channels")
     alike = {(one.get("dtype"), one.get("is_symmetric"), one.get("bitwidth")) for one in entry if _is_plain(one)}
     if len(alike) != 1 or len(entry) != sum(map(_is_plain, entry)):
-        raise ValueError("has channels of several formats, or without one")
+        raise ValueError("has channels of several formats, or channels without a format")
     ((dtype, symmetric, bits),) = alike
     if dtype != "int" or symmetric not in ("True", "False"):
         raise ValueError(

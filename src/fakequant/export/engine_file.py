@@ -23,7 +23,7 @@ from fakequant.restore import restore_after
 from fakequant.text import listed
 
 LEAST = 20.0
-"""The SQNR in dB below which a file computes something else: wrong graphs gave 2 to 9, right graphs 45 and more."""
+"""The least SQNR in dB of a right file: wrong graphs gave 2 to 9, right graphs 45 and more."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EngineFile:
         path: the file, or the folder of a package.
         engine: the program that ran the file, or read it, with its version.
         bytes: the size.
-        left: operators that the engine's integer kernels do not compute, by name with their count.
+        left: by the name of an operator that the engine's integer kernels do not compute, how often it occurs.
         outputs: the distance of each result for the example from the simulation's; empty if the engine cannot run here.
         notes: other comparisons, one sentence each.
     """
@@ -125,7 +125,7 @@ def compared(
     found = [torch.as_tensor(x).detach().cpu() for x in results]
     if [x.shape for x in found] != [x.shape for x in expected]:
         raise ExportError(
-            f"{file.engine} returns results of the shapes {[list(x.shape) for x in found]}, and the model those of "
+            f"{file.engine} returns results of the shapes {[list(x.shape) for x in found]}, but the model returns "
             f"{[list(x.shape) for x in expected]}; let forward return tensors that depend on its arguments"
         )
     rows = [OutputRow(f"output {place}", step=step) for place, step in enumerate(steps)]

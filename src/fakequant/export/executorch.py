@@ -56,8 +56,8 @@ def export_executorch(
         partial: whether to write a file even if portable kernels compute some operators instead of XNNPACK.
 
     Raises:
-        ExportError: as `export_pt2e`; XNNPACK does not compute some operators, which are named; the program's
-            results differ from the model's; or executorch is not installed. Nothing is written.
+        ExportError: for the reasons of `export_pt2e`; XNNPACK does not compute some operators, which are named; the
+            program's results differ from the model's; or executorch is not installed. Nothing is written.
         OutputError: the file cannot be written; raised before any work.
 
     >>> model = prepare(nn.Sequential(nn.Linear(64, 32)), "W4A8_EXECUTORCH")
@@ -78,8 +78,8 @@ def export_executorch(
         scales = {str(name): program.state_dict[str(name)] for name in named}
         if lost := [name for name, scale in scales.items() if not torch.equal(scale.bfloat16().float(), scale)]:
             raise ExportError(
-                f"XNNPACK has scales of groups in bfloat16, and those of {len(lost)} weights ({lost[0]}) are float32, "
-                "which costs half of the digits; prepare with W4A8_EXECUTORCH, or scale=bfloat16 in the specification"
+                f"XNNPACK rounds scales of groups to bfloat16, but the scales of {len(lost)} weights ({lost[0]}) are "
+                "float32; prepare with W4A8_EXECUTORCH, or scale=bfloat16 in the specification"
             )
     with ExitStack() as stack:
         stack.callback(logging.disable, logging.root.manager.disable)
@@ -88,8 +88,8 @@ def export_executorch(
         data, left = _compiled(program, backend)
         if left and backend == "xnnpack" and not partial:
             raise ExportError(
-                f"XNNPACK leaves {counted(left)} to other kernels; prepare with target='executorch', quantize what "
-                "multiplies them, or pass partial=True to write the file nevertheless"
+                f"XNNPACK leaves {counted(left)} to other kernels; prepare with target='executorch', quantize their "
+                "inputs, or pass partial=True to write the file nevertheless"
             )
         runtime: Any = import_module("executorch.runtime")
         method = runtime.Runtime.get().load_program(data).load_method("forward")

@@ -94,7 +94,7 @@ _NEXT = "next_"
 
 
 def states(program: ExportedProgram) -> dict[str, str]:
-    """The buffers that a model writes, and whose earlier values its outputs depend on, by the names of their inputs.
+    """By the name of an input, its buffer: one that the model writes, and on whose earlier value its outputs depend.
 
     Raises:
         ExportError: the model writes a constant tensor that is not a buffer.
@@ -105,8 +105,8 @@ def states(program: ExportedProgram) -> dict[str, str]:
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.CONSTANT_TENSOR and spec.arg.name in written:
             raise ExportError(
-                f"forward writes the tensor {spec.target}, which is no buffer; register it by register_buffer, and it "
-                "becomes an input and an output of the file"
+                f"forward writes the tensor {spec.target}, which is no buffer; register the tensor by register_buffer, "
+                "so that it becomes an input and an output of the file"
             )
     program = program.run_decompositions({})
     signature = program.graph_signature
@@ -168,7 +168,7 @@ def as_arguments(model: nn.Module, found: Mapping[str, str]) -> Iterator[dict[st
 
 
 def with_state(model: nn.Module, found: Mapping[str, str], dynamic_shapes: Any) -> Any:
-    """Dynamic shapes by name, with those of the buffers added as Dim.AUTO."""
+    """The dynamic shapes by name, to which every axis of the buffers is added as Dim.AUTO."""
     if dynamic_shapes is None or not found:
         return dynamic_shapes
     if not isinstance(dynamic_shapes, Mapping):
@@ -262,8 +262,8 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
 
     Every quantizer becomes QuantizeLinear and DequantizeLinear, every weight an integer or float8 constant. Formats
     that ONNX Runtime cannot store become other operators; docs/onnx.md lists the forms of each style. The model is
-    exported in eval mode and not changed, except for scales that an engine cannot use: they are raised, with a warning.
-    Every tensor of the example is an input, also where one occurs twice, and every buffer that `forward` writes.
+    exported in eval mode and not changed, except that scales too small for an engine are enlarged, with a warning.
+    Every tensor of the example is an input, even if it occurs twice, and so is every buffer that `forward` writes.
 
     Args:
         model: a prepared and calibrated model, or any module that calls `fakequant.fake_quantize`.
@@ -279,8 +279,8 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
             "output_1" and so on.
 
     Raises:
-        ExportError: an unknown style; quantizers that are not calibrated or that ONNX cannot express; an example on
-            which the model fails; a file of more than 2 GB; or onnx is not installed. Nothing is written.
+        ExportError: the style is unknown; some quantizers are not calibrated, or ONNX cannot express them; the model
+            fails on the example; the file would have more than 2 GB; or onnx is not installed. Nothing is written.
         OutputError: the file cannot be written; raised before any work.
         torch.export's errors: the model cannot be traced.
 
@@ -341,7 +341,7 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
 
 
 def _names(option: str, given: Sequence[str] | None, found: Collection[Any], state: Sequence[str]) -> list[str] | None:
-    """The names of all inputs or outputs, with the names of the state last; None if `given` is None.
+    """The names of all inputs or outputs, the buffers' last; None if `given` is None.
 
     Raises:
         ExportError: `given` has another number of names.
@@ -356,7 +356,7 @@ def _names(option: str, given: Sequence[str] | None, found: Collection[Any], sta
 
 @dataclass(frozen=True)
 class Traced:
-    """A model that is traced and checked, as a graph of torch operations in which every quantizer is one node.
+    """A traced and checked model: a graph of torch operations in which every quantizer is one node.
 
     Attributes:
         target: the file to write.
@@ -385,7 +385,7 @@ class Traced:
         """Convert the graph to an ONNX model.
 
         Raises:
-            ExportError: the number of names is not that of inputs or outputs.
+            ExportError: there are more or fewer names than inputs or outputs.
         """
         signature, state = self.program.graph_signature, self.state
         inputs = _names("input_names", input_names, signature.user_inputs, [*state])
@@ -407,7 +407,7 @@ def traced(
     """Check and trace a model in eval mode, with fixed scales of weights.
 
     Raises:
-        ExportError: the model has no quantizers, some are not calibrated or ONNX cannot express them, or onnx is not
+        ExportError: the model has no quantizers; some are not calibrated, or ONNX cannot express them; or onnx is not
             installed.
         OutputError: the file cannot be written.
         torch.export's errors: the model cannot be traced.
@@ -444,7 +444,7 @@ def traced(
 
 
 def checked_arguments(model: nn.Module, example: Any) -> Arguments:
-    """The arguments that an example stands for, which fit `forward`.
+    """The arguments of `forward` in an example, checked.
 
     Raises:
         ExportError: the example has no tensor, or `forward` does not take it.
@@ -473,7 +473,7 @@ def fixed_codes(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def ready_to_trace(model: nn.Module, arguments: Arguments, no_loops: str | None) -> Iterator[None]:
-    """A context with eval mode and fixed scales of weights, in which an error names shapes and layer.
+    """A context with eval mode and fixed scales of weights, in which an error names shapes and the layer.
 
     Args:
         no_loops: the reason why recurrent layers cannot be written as loops; None if they can.

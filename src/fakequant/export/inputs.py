@@ -1,4 +1,4 @@
-"""An editor of ONNX graphs, the records of a file's inputs, and the tensors of batches for these inputs."""
+"""An editor of ONNX graphs, the records of a file's inputs, and the tensors of batches for the inputs."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def stored_codes(codes: Tensor, element: ElementType) -> np.ndarray:
 
 _SEED = 0
 _BYTES_PER_RANDOM = 40
-"""The bytes for each random number: float32, its temporary copies and an index; measured: 36."""
+"""The bytes that a random number takes while it is drawn, with temporary copies and an index; 36 were measured."""
 _MOST_BYTES = 2**30
 """The memory that random inputs may always use: one image of 2,000 by 2,000 needs 480 MB."""
 _LOWEST, _HIGHEST = -(2**62), 2**62
@@ -186,7 +186,7 @@ def input_records(model: ModelProto, program: ExportedProgram, state: Mapping[st
 
 
 def arguments(records: list[InputRecord], model: nn.Module | None) -> list[InputRecord]:
-    """The inputs that batches contain: with a model all except its buffers, without a model all.
+    """The inputs that batches contain: all, but with a model all except its buffers.
 
     Raises:
         VerificationError: the model lacks a buffer.
@@ -235,7 +235,7 @@ def random_batch(records: list[InputRecord], file_bytes: int) -> Any:
     """Draw inputs of the example's size: mostly normal numbers, with zeros of both signs, tiny numbers and outliers.
 
     Raises:
-        VerificationError: they would need much more memory than the file.
+        VerificationError: the inputs would need much more memory than the file.
     """
     needed = sum(math.prod(record.shape) * _BYTES_PER_RANDOM for record in records)
     if needed > max(_MOST_BYTES, 10 * file_bytes):
@@ -278,7 +278,7 @@ def unread_inputs(model: ModelProto) -> list[str]:
 
 
 def depends_on(run: Callable[[Any], Any], batch: Any, place: int) -> bool | None:
-    """Whether a model's results depend on the tensor at a place of a batch; None if no other value could be tried.
+    """Whether a model's results depend on a tensor of a batch; None if the model accepts no other value there.
 
     `run` calls the model with a batch, and leaves the model as it was.
     """

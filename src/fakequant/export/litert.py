@@ -1,6 +1,6 @@
 """Export a model as a file of LiteRT (TensorFlow Lite) with operators on int8, and run it.
 
-Source: litert-torch 0.10.0, whose converter turns operators between dequantize and quantize into integer operators, if
+Sources: litert-torch 0.10.0, whose converter turns operators between dequantize and quantize into integer operators if
 a `QuantConfig` says that the graph is quantized; ai-edge-litert 2.3.0, which runs the file.
 """
 
@@ -59,8 +59,9 @@ def export_litert(
         partial: whether to write a file even if some operators compute on floats.
 
     Raises:
-        ExportError: as `export_pt2e`; quantizers that are not of 8 bits; operators on floats, which are named; the
-            results of the file differ from the model's; or the packages are not installed. Nothing is written.
+        ExportError: for the reasons of `export_pt2e`; some quantizers have not 8 bits; some operators, which are named,
+            compute on floats; the results of the file differ from the model's; or the packages are not installed.
+            Nothing is written.
         OutputError: the file cannot be written; raised before any work.
 
     >>> export_litert(nn.Linear(2, 2), "model.tflite", torch.ones(1, 2))
@@ -99,7 +100,7 @@ def export_litert(
                 left[name] += 1
     if left and not partial:
         raise ExportError(
-            f"LiteRT computes {counted(left)} on floats; prepare with target='litert', quantize what they read, or "
+            f"LiteRT computes {counted(left)} on floats; prepare with target='litert', quantize their inputs, or "
             "pass partial=True to write the file nevertheless"
         )
     file = EngineFile(target, f"LiteRT {version('ai-edge-litert')} (XNNPACK)", len(data), dict(left))

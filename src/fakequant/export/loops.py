@@ -17,7 +17,7 @@ which is replaced here. The replacement has the same operations as torch, except
 binary search over thresholds (`look_up`), or with Cast in the styles that have the type E8M0 (`trt.powers_of_two`).
 
 A recurrent layer in one direction is a `Scan`: one node for any number of steps, whose body is one step. The states
-before the steps and their quantized values are outputs of the node, so that each can be verified.
+before the steps and the quantized states are outputs of the node, so that each can be verified.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def round_to(to: Emitter, value: str, fmt: Format) -> str:
     """Add nodes that round a value in code units to the nearest code of a format; NaN is kept.
 
     Raises:
-        ExportError: the kind of format has no implementation here.
+        ExportError: formats of this kind cannot be computed with basic operators.
     """
     if isinstance(fmt, TableFormat):
         values = torch.tensor(fmt.values, dtype=torch.float32, device="cpu")
@@ -335,7 +335,7 @@ def translation() -> Any:
 def write_loop(
     editor: GraphEditor, node: NodeProto, path: str, style: Style, express: Express
 ) -> tuple[list[NodeProto], SiteRecord | None]:
-    """The nodes that replace a recurrent node, and the record of the quantizer of its hidden state or None."""
+    """The nodes that replace a recurrent node, and the record of its hidden state's quantizer; None without one."""
     from onnx import TensorProto, helper
 
     given = {a.name: a.i if a.name == "reverse" else a.s.decode() for a in node.attribute}

@@ -10,7 +10,7 @@ The replacement is exact. With the scale s, the zero point z and the codes lo to
 * float16 and bfloat16 are cast to float32 before and back afterwards.
 * In the portable style float8 is enclosed by two Sums of one tensor, which change nothing: see `Encoding.guarded`.
 
-* Quantizers of one tensor with equal scales and zero points share their nodes.
+* Quantizers of one tensor share their nodes if their scales and zero points are equal.
 * If blocks divide an axis, Gather repeats the scales so that they broadcast with x in a product or a bound.
 * `export.loops` has the formats that ONNX Runtime cannot store and computes scales from the tensor. `export.trt` has
   scales with their own format and the operators that only TensorRT's parser reads.
@@ -141,7 +141,7 @@ def lower(
 
 
 def _identity(site: EmittedSite) -> tuple[Any, ...]:
-    """A key that is equal for quantizers that give one tensor the same result, so that they share one pair of nodes.
+    """A key; quantizers with equal keys give one tensor the same result and share one pair of nodes.
 
     Engines compute on integers only if all readers of a tensor read the same codes.
     """
@@ -154,7 +154,7 @@ def _identity(site: EmittedSite) -> tuple[Any, ...]:
 def _idle_bounds(
     site: EmittedSite, clip: NodeProto, own: NodeProto, readers: Sequence[NodeProto], outputs: Collection[str]
 ) -> list[float]:
-    """The bounds of a Clip that can be removed, because the codes of all its readers end at them; else empty."""
+    """The bounds of a Clip that can be removed because its readers' codes end at the same bounds; else empty."""
     names = [name for name in clip.input[1:] if name]
     is_integer = isinstance(site.spec.format, IntegerFormat) and isinstance(site.spec.granularity, PerTensor)
     if len(names) < 2 or not is_integer or site.constant is None or not all(map(site.editor.is_constant, names)):
@@ -249,7 +249,7 @@ def _dequantize(site: EmittedSite, codes: str, scale: str, zero_point: str | Non
 
 
 def _of_scales(site: EmittedSite, scale: ScaleNames) -> str:
-    """The words about how the scales are stored, "" for float32."""
+    """The part of a node's description that says how the scales are stored; "" for float32."""
     element = site.encoding.scale
     if element is None:
         return ""
@@ -261,7 +261,7 @@ def _of_scales(site: EmittedSite, scale: ScaleNames) -> str:
 
 
 def _express(site: EmittedSite, is_dynamic: bool) -> SiteRecord:
-    """Lower an activation to QuantizeLinear and DequantizeLinear, or to basic operators or those of TensorRT."""
+    """Lower an activation to QuantizeLinear and DequantizeLinear, to basic operators, or to TensorRT's operators."""
     from onnx import TensorProto
 
     computed = Parameters.DYNAMIC if is_dynamic else Parameters.COMPUTED

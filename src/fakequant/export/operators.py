@@ -4,7 +4,7 @@
 steps, and for inf, it returns the lowest integer (seen in onnx 1.23). ONNX specifies that the result saturates.
 
 The operators of domain `trt` are TensorRT's. Its documentation does not specify inf, NaN or the exponent of a block of
-zeros. Here inf and NaN are ignored for the range, inf saturates, and a block of zeros has the smallest exponent.
+zeros. Here the range ignores inf and NaN, inf saturates, and a block of zeros has the smallest exponent.
 
 Sources: ONNX, QuantizeLinear; TensorRT, DynamicQuantize and Working with Quantized Types; cuDNN, Block Scaling (the
 exponent is rounded up).
@@ -32,7 +32,7 @@ _E8M0_BIAS = 127
 
 
 class QuantizeLinear(QuantizeLinear_25):
-    """saturate(rint(x / scale) + zero_point) for integers; other types use the evaluator's definition."""
+    """Returns saturate(rint(x / scale) + zero_point) for integers; other types use the evaluator's definition."""
 
     op_domain = ""
 

@@ -61,8 +61,8 @@ def export_pt2e(
     """A calibrated model as a graph of torch with the operators of `quantized_decomposed`, which mobile engines read.
 
     In torch the graph computes the bits of the simulation, for every number except NaN. Weights are integers, and equal
-    quantizers of one tensor share one quantize. The model is exported in eval mode and not changed, except for scales
-    that an engine cannot use: they are raised, with a warning.
+    quantizers of one tensor share one quantize node. The model is exported in eval mode and not changed, except that
+    scales too small for an engine are enlarged, with a warning.
 
     Args:
         model: a prepared and calibrated model, or any module that calls `fakequant.fake_quantize`.
@@ -71,8 +71,8 @@ def export_pt2e(
         dynamic_shapes: as for `torch.export.export`, for example ({0: Dim("batch")},).
 
     Raises:
-        ExportError: quantizers that are not calibrated or that no such operator computes: all are named, before the
-            work; an example on which the model fails.
+        ExportError: some quantizers are not calibrated, or no operator of `quantized_decomposed` computes them: all are
+            named, before the work; or the model fails on the example.
         torch.export's errors: the model cannot be traced.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 2)), "INT8_WEIGHT_ONLY")
@@ -122,9 +122,9 @@ def lowered(
     dividing = operators(program, codes).run()
     if dividing and multiplies:
         warn_user(
-            f"{len(dividing)} quantizers divide by their scale ({listed(dividing, 3)}), and the graph multiplies by "
-            "1 / scale: at a tie a code may be another by one. prepare(..., target='executorch'), or 'reciprocal' in a "
-            "specification as in 'int8 reciprocal', simulates what the graph computes"
+            f"{len(dividing)} quantizers divide by their scale ({listed(dividing, 3)}), but the graph multiplies by "
+            "1 / scale: a value halfway between two codes may get the other code. prepare(..., target='executorch') "
+            "or 'reciprocal' in a specification as in 'int8 reciprocal', simulates what the graph computes"
         )
     return program
 
@@ -214,7 +214,7 @@ class _Grid:
 
 
 def _grid(spec: QuantSpec, params: QParams, shape: tuple[int, ...]) -> _Grid:
-    """The arguments of operators for a tensor; raises ExportError if the operators have no such layout of scales."""
+    """The arguments of an operator for a tensor; raises ExportError if no operator has its layout of scales."""
     fmt = spec.format
     assert isinstance(fmt, IntegerFormat), "checked"
     where = layout(shape, tuple(params.scale.shape), block_sizes(spec.granularity, shape))
@@ -224,7 +224,7 @@ def _grid(spec: QuantSpec, params: QParams, shape: tuple[int, ...]) -> _Grid:
     if where.block_size:
         if len(shape) != 2 or where.axis != 1 or shape[1] % where.block_size:
             raise ExportError(
-                f"{spec}: the operators need a matrix [out, in] with equal groups along each row, and the tensor is "
+                f"{spec}: the operators need a matrix [out, in] with equal groups along each row, but the tensor is "
                 f"{list(shape)}; use per_channel, or groups whose length divides {shape[-1]}"
             )
         times = [max(n, 1) for n in where.repeats] or [1] * len(shape)
@@ -244,7 +244,7 @@ class Lowering:
         label: the name of the operators in messages.
         package: the module that registers the operators.
         namespace: the namespace of the operators in `torch.ops`.
-        float_weights: whether weights are constants of floats, with a quantize and a dequantize.
+        float_weights: whether weights are float constants that go through a quantize and a dequantize node.
     """
 
     label = "quantized_decomposed"
@@ -336,7 +336,7 @@ class Lowering:
         return dividing
 
     def _without_copies(self) -> None:
-        """Remove copies over a tensor of the graph, as by `y += x`: readers get the result directly."""
+        """Remove nodes that copy a result over a tensor, as `y += x` does: readers get the result directly."""
         order = {node: place for place, node in enumerate(self._program.graph.nodes)}
         for node in list(self._program.graph.nodes):
             if node.target is not torch.ops.aten.copy_.default:
@@ -438,7 +438,7 @@ class Lowering:
         )
 
     def _call(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
-        """A call of an operator, with the metadata of a quantizer's node."""
+        """A node that calls an operator, with the metadata of a quantizer's node."""
         made = node.graph.call_function(target, args)
         values = [one.meta["val"] if isinstance(one, fx.Node) else one for one in args]
         with node.meta["val"].fake_mode:
@@ -488,7 +488,7 @@ class LoweringToInt8(Lowering):
 
     @staticmethod
     def why_not_codes(spec: QuantSpec) -> str | None:
-        """The reason why activations cannot have these codes instead of all codes of 8 bits; None if they can."""
+        """The reason why activations cannot have the codes of a specification; None for the codes of 8 bits."""
         fmt = spec.format
         assert isinstance(fmt, IntegerFormat), "checked"
         all_codes = IntegerFormat.of(8, signed=fmt.signed)

@@ -4,9 +4,9 @@ A second node, `fakequant::ChooseScale`, computes scales from the range of the t
 and onnxscript convert and optimise the graph, so these steps cannot change the result of a quantizer. `lower` replaces
 the nodes when all constants are known.
 
-Quantized tensors that do not depend on any input are folded into constants, computed by torch with the model's bits:
-weights from a hook or a parametrization, learned queries, position tables. torch's exporter folds some of them too, but
-with numpy's arithmetic.
+Quantized tensors that depend on no input become constants, such as weights from a hook or a parametrization, learned
+queries and position tables. Torch computes them here, with the model's bits; its exporter would fold some with numpy,
+whose arithmetic differs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _UNKNOWN = object()
 
 
 def fold_constants(program: ExportedProgram, targets: Container[Any]) -> None:
-    """Replace the first argument of nodes with these targets by a constant, in place, if it depends on no input.
+    """Replace the first argument of the nodes with some targets by a constant, in place, if it depends on no input.
 
     Parameters, buffers and random values are not replaced.
     """
@@ -86,7 +86,7 @@ def fold_constants(program: ExportedProgram, targets: Container[Any]) -> None:
 
 
 def known_values(program: ExportedProgram, sources: Mapping[fx.Node, fx.Node]) -> Iterator[tuple[fx.Node, Tensor]]:
-    """Yield each reader whose source depends only on parameters, buffers and numbers, with the value of the source."""
+    """Yield each reader whose source depends only on parameters, buffers and numbers, and the value of the source."""
     known, written = _Known(program), written_inputs(program.graph)
     left = dict[fx.Node, fx.Node]()
     for reader, source in sources.items():
@@ -187,7 +187,7 @@ class QuantizerForm:
     blocks: list[Dimension]
 
     def opset(self, *, constant: bool) -> int:
-        """Return the first opset that supports the placement, for constants or activations."""
+        """Return the first opset that supports the form, for constants or activations."""
         return max(self.encoding.opset(constant=constant), 0 if self.encoding.portable else self.layout.opset)
 
 
@@ -199,7 +199,7 @@ def check(
     Args:
         spec: the specification.
         style: the dialect of the file.
-        shape: of the tensor; None if it is not known yet.
+        shape: the shape of the tensor; None if it is not known yet.
         constant: whether the tensor is a weight.
         dynamic: whether the range is computed from every tensor.
 
@@ -214,7 +214,7 @@ def check(
 
 
 def place(spec: QuantSpec, style: Style, shape: Sequence[Dimension], groups: Sequence[Dimension]) -> QuantizerForm:
-    """Return the placement for a tensor [shape] with scales [groups, axes kept].
+    """Return the form of a quantizer for a tensor [shape] with scales [groups, axes kept].
 
     Raises:
         ExportError: ONNX cannot express the specification, or has no layout for the scales.
@@ -383,7 +383,7 @@ def all_nodes(program: ExportedProgram) -> Iterator[fx.Node]:
 
 
 def quantizing_nodes(program: ExportedProgram) -> Iterator[tuple[fx.Node, str]]:
-    """The nodes that quantize, each with the reason why no file can express it, "" if a file can."""
+    """The nodes that quantize, each with the reason why no file can express the node, "" if a file can."""
     nesting = 0
     for node in all_nodes(program):
         nesting += _NESTING.get(getattr(node.target, "__name__", ""), 0)
@@ -398,7 +398,7 @@ def quantizing_nodes(program: ExportedProgram) -> Iterator[tuple[fx.Node, str]]:
 
 
 def depending(graph: fx.Graph, is_source: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """The nodes of a graph for which `is_source`, and all nodes that depend on them."""
+    """The nodes of a graph for which `is_source` is true, and all nodes that depend on them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:  # in the order of the program
         if is_source(node) or not found.isdisjoint(node.all_input_nodes):

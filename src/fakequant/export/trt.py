@@ -85,9 +85,9 @@ class Emitter:
     def repeat(
         self, value: str, blocks: Sequence[Dimension], shape: Sequence[Dimension], axes: Iterable[int] | None = None
     ) -> str:
-        """Repeat values [groups, axes kept], so that each element of [shape] has that of its group.
+        """Repeat values [groups, axes kept], so that each element of [shape] has the value of its group.
 
-        The default axes are those that blocks divide.
+        By default the values are repeated along the axes that blocks divide.
         """
         if axes is None:
             axes = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b not in (1, n)]
@@ -182,7 +182,7 @@ class FactoredScale(NamedTuple):
 
 
 class ScaleNames(NamedTuple):
-    """Names in the file.
+    """The names of a quantizer's scales in the file.
 
     Args:
         scale: the scale that QuantizeLinear and DequantizeLinear take.
@@ -218,9 +218,9 @@ def computed_scale(site: EmittedSite) -> str:
 
 
 def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
-    """Factor float32 scales exactly into codes of their format and shared scales; None if that is not possible.
+    """Factor float32 scales exactly into codes of their format and second-level scales; None if that is not possible.
 
-    `numerics.scales` makes scales [groups, axes kept] as such products, except those that it raises or limits.
+    `numerics.scales` computes scales [groups, axes kept] as these products, except where it enlarges or limits a scale.
 
     >>> spec = QuantSpec.parse("float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor")
     >>> factor(torch.tensor([[448.0, 3.5, 0.875]]) * 0.1, spec)
@@ -236,9 +236,9 @@ def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
 
 
 def multiply(to: Emitter, codes: str, shared: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:
-    """Add nodes that multiply codes [shape] by their shared factors, one for each block.
+    """Add nodes that multiply codes [shape] by their shared factors, one for each block of codes.
 
-    It is one DequantizeLinear if all codes share one factor.
+    The nodes are one DequantizeLinear if all codes share one factor.
     """
     if all(b == n for n, b in zip(shape, blocks, strict=True)):
         return to.emit("DequantizeLinear", codes, shared if to.editor.is_constant(shared) else to.scalar(shared))
@@ -247,7 +247,7 @@ def multiply(to: Emitter, codes: str, shared: str, shape: Sequence[Dimension], b
 
 
 def scale_codes(to: Emitter, quotient: str, smallest: str, element: ElementType) -> str:
-    """Add nodes that round scales, in units of their shared factor, to codes of at least the smallest positive code."""
+    """Add nodes that round scales, divided by their shared factor, to codes: at least the smallest positive code."""
     from onnx import TensorProto
 
     kind = TensorProto.DataType.Value(element.name)
@@ -301,7 +301,7 @@ _INT4_BLOCKS, _MXFP8_BLOCK, _NVFP4_BLOCK = (64, 128), 32, 16
 def check(spec: QuantSpec, shape: Sequence[Dimension] | None, *, constant: bool, dynamic: bool) -> None:
     """Check that TensorRT supports a quantization.
 
-    The arguments are those of `export.trace.check`.
+    The arguments are as for `export.trace.check`.
 
     Raises:
         ExportError: TensorRT does not support it; the message says what it supports.
@@ -374,7 +374,7 @@ def _block_sizes(spec: QuantSpec, *, constant: bool) -> tuple[int, ...]:
 
 
 def place(spec: QuantSpec, axes: int) -> ScaleLayout | None:
-    """Return the layout of scales in blocks, also if one block covers its axis; None if TensorRT has no blocks here."""
+    """Return the layout of scales in blocks, which may cover their axis; None where TensorRT has no blocks."""
     if not isinstance(spec.granularity, PerBlock):
         return None
     ((axis, size),) = spec.granularity.sizes

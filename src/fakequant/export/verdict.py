@@ -22,7 +22,7 @@ NO_BFLOAT16 = "ONNX Runtime has no bfloat16 kernels on the CPU: export the model
 
 
 class Watch:
-    """A copy of a model with extra outputs for intermediate tensors, and the conversion of its results to torch."""
+    """A copy of a model that also outputs intermediate tensors; `tensors` converts its results to torch."""
 
     def __init__(self, model: ModelProto, watched: Sequence[str]) -> None:
         from onnx import ModelProto, TensorProto, helper
@@ -150,7 +150,7 @@ OPTIMISED_ERROR = f"it runs with {WITHOUT_OPTIMISATIONS.text}, as it did here"
 
 _NAMED = 5
 _SUMS = 16
-"""How many units of the last place outputs may differ by if sums are taken in another order."""
+"""By so many units of the last place outputs may differ if sums are taken in another order."""
 _HEADER = ("quantizer", "specification", "kind", "elements", "differing", "")
 _SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -201,11 +201,11 @@ class Row:
 
 @dataclass
 class Span:
-    """A quantizer's input, or an output, compared between a file and torch, each from the same earlier values.
+    """A comparison of a quantizer's input, or an output: the file and torch compute it from the same earlier values.
 
     Attributes:
         name: the path of the quantizer, or the name of the output.
-        after: the quantizers and inputs from which the tensor is computed; empty if it fits.
+        after: the quantizers and inputs from which the tensor is computed; empty if `fits`.
         elements: the number of compared values.
         gap: the largest difference, as a share of the largest value.
         allowed: the difference that rounding explains, as a share of the largest value.
@@ -225,7 +225,7 @@ class Span:
         return self.gap <= self.allowed and not self.missing
 
     def add(self, difference: float, largest: float, allowed: float) -> None:
-        """Add one comparison, in units of the tensor; the comparison with the largest difference / allowed is kept."""
+        """Add one comparison, in units of the tensor; the span shows the one with the largest difference / allowed."""
         if _ratio(difference, allowed) >= _ratio(self.gap, self.allowed):
             self.gap, self.allowed = (x / (largest or 1.0) for x in (difference, allowed))
 
@@ -342,9 +342,9 @@ class VerifyReport:
         spans: the inputs of quantizers, and the outputs, compared with torch; empty without a model.
         unread: the inputs of the file that none of its nodes reads.
         ignored: the inputs among `unread` on which the outputs of the model depend.
-        optimised: the outputs with ONNX Runtime's default optimisations compared with those without optimisations.
-        deployed: the outputs with ONNX Runtime's default optimisations compared with those without rounding.
-        noise: the outputs of the file compared with those without rounding: the cost of quantization.
+        optimised: the outputs with ONNX Runtime's default optimisations compared with the outputs without them.
+        deployed: the outputs with ONNX Runtime's default optimisations compared with the outputs without rounding.
+        noise: the outputs of the file compared with the outputs without rounding: the cost of quantization.
         restored_by: the setting with which ONNX Runtime gives the results without optimisations again.
         optimised_error: ONNX Runtime's message if it cannot load or run the file with its optimisations.
         uncovered: names of nodes that quantize but belong to no quantizer of the file, so they are not compared.
@@ -392,7 +392,7 @@ class VerifyReport:
 
     @property
     def _judged(self) -> list[tuple[OutputRow, OutputRow]]:
-        """The rows of deployed and noise for outputs that are finite floats without rounding, in pairs."""
+        """The rows of `deployed` and `noise` in pairs, for each output that is a finite float without rounding."""
         pairs = zip(self.deployed, self.noise, strict=False)
         return [pair for pair in pairs if pair[0].eps and pair[0].elements and math.isfinite(pair[1].noise)]
 
@@ -461,7 +461,7 @@ class VerifyReport:
 
     @property
     def deployment(self) -> list[str]:
-        """Lines on the loss by ONNX Runtime's default session and by quantization, with the setting that cures it."""
+        """Lines that compare the loss by ONNX Runtime's default session with that by quantization, and name a cure."""
         lines = []
         for row, noise in self._judged:
             verdict = "NOT as deployed" if _is_lost(row, noise) else "as deployed"
@@ -480,8 +480,8 @@ class VerifyReport:
 def _is_lost(deployed: OutputRow, noise: OutputRow) -> bool:
     """Whether the default session's noise exceeds twice the noise of rounding to codes.
 
-    If only some codes differ, the noise stays about the same. For outputs of few elements the bound is higher, because
-    their noise may grow by chance.
+    If only some codes differ, the noise stays about the same. The bound is higher for outputs of few elements, whose
+    noise may grow by chance.
     """
     by_rounding = 2 * (1 + noise.elements**-0.5) * noise.noise
     return deployed.noise > max(by_rounding, (_SUMS * deployed.eps) ** 2 * deployed.signal)

@@ -151,7 +151,7 @@ class Evaluator:
 
 
 _TENSORS_PER_PIECE = 64
-"""How many tensors a piece returns: 512 blocks of four quantizers are 48 pieces, each a session of milliseconds."""
+"""The number of tensors that a piece returns: 512 blocks of four quantizers are 48 pieces, loaded in milliseconds."""
 
 
 Runtime = Session | Evaluator
@@ -242,7 +242,7 @@ class _Cutter:
         self.cuts.append(self._end)
 
     def part(self, first: int, end: int, watched: Sequence[str]) -> ModelProto:
-        """The model of the nodes from `first` to before `end`; the whole model if these are all nodes."""
+        """A model of the nodes from `first` to before `end`; for all nodes the whole model."""
         from onnx import ModelProto, helper
 
         if (first, end) == (0, self._end):
@@ -285,10 +285,10 @@ def verify_onnx(
     """Run an exported file and compare it with torch.
 
     Every quantizer is compared bit for bit, on the input that ONNX Runtime computes for it with its optimisations off.
-    Inputs of quantizers, and outputs, are compared with those that torch computes from the file's results of earlier
-    quantizers: they differ by more than rounding only if the file computes something else. The outputs after all layers
-    are reported in quantization steps, because sums in another order may round to another step. A separate run reports
-    the changes from ONNX Runtime's default optimisations.
+    Torch then computes the inputs of quantizers, and the outputs, from the file's results of earlier quantizers: they
+    differ by more than rounding only if the file computes something else. The outputs after all layers are reported in
+    quantization steps, because sums in another order may round to another step. A separate run reports the changes from
+    ONNX Runtime's default optimisations.
 
     A file in the style "standard" or "trt" that ONNX Runtime cannot load runs in onnx's ReferenceEvaluator: standard
     nodes as the standard defines them, TensorRT's nodes as its documentation describes them. The report says so.
@@ -409,7 +409,7 @@ class _Batch:
         }
 
     def run(self, model: nn.Module, values: Any, change: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
-        """Call a model with changed copies of a batch's values, because a forward may write into its inputs."""
+        """Call a model with copies of a batch's values, changed by a function; a forward may write into its inputs."""
         copies: dict[int, Tensor] = {}  # a tensor that occurs twice stays one
         own = pytree.tree_map_only(Tensor, lambda x: copies.setdefault(id(x), change(x.detach().clone())), values)
         return run_batch(model, own, known=self._known)
@@ -444,7 +444,7 @@ def _beside(
 
 
 def _outputs(model: nn.Module, batch: _Batch, values: Any, before: Restore, state: Sequence[str]) -> list[Tensor]:
-    """The outputs of the torch model on the CPU for values of a batch, starting from the state `before` restores."""
+    """The outputs of the torch model, on the CPU, for values of a batch; first, `before` restores the model's state."""
     before()
     with evaluating(model), torch.no_grad():
         return [x.detach().cpu() for x in outputs_of(model, batch.run(model, values), state)]
@@ -468,8 +468,8 @@ def load_exported(path: Path) -> ModelProto:
         raise VerificationError(f"its constants {', '.join(outside)} are in other files; export it again")
     if (recorded := [entry.name for entry in record.inputs]) != (names := [value.name for value in model.graph.input]):
         raise VerificationError(
-            f"its record of quantizers is damaged: it names the inputs {recorded}, the graph has {names}; export it "
-            "again"
+            f"its record of quantizers is damaged: the record names the inputs {recorded}, the graph has {names}; "
+            "export the model again"
         )
     try:
         onnx.checker.check_model(model)

@@ -46,7 +46,7 @@ def test_symmetric_codes_are_signed(tmp_path: Path, version: int) -> None:
 def test_a_wrong_version_is_seen_by_symmetric_codes(tmp_path: Path, said: int) -> None:
     tensors, config, values = gptq(4, 3 - said, sym=True)
     config["checkpoint_format"] = "gptq_v2" if said == 2 else "gptq"
-    with pytest.warns(UserWarning, match=f"says that its zero points are those of version {said}"):
+    with pytest.warns(UserWarning, match=f"says that its zero points have version {said}"):
         model = read(write(tmp_path, tensors, config))
     assert torch.equal(model[0].weight, values)
 
@@ -70,7 +70,7 @@ def test_desc_act_is_an_order_of_inputs(tmp_path: Path) -> None:
 def test_groups_of_other_sizes_are_groups_of_one_input(tmp_path: Path) -> None:
     index = np.minimum(np.arange(COLUMNS) // 20, GROUPS - 1)
     tensors, config, values = gptq(index=index, desc_act=True)
-    with pytest.warns(UserWarning, match="have groups of one input each: the same values with more scales"):
+    with pytest.warns(UserWarning, match="becomes a group: the same values with more scales"):
         model = read(write(tmp_path, tensors, config))
     assert torch.equal(model[0].weight, values)
     assert "per_block(-1:1)" in str(model[0].weight_quantizer.spec)
@@ -135,7 +135,9 @@ def test_codes_go_on_into_compressed_tensors(tmp_path: Path) -> None:
     assert torch.equal(again[0].weight, values)
     ours, theirs = (fq.snapshot(one).weights["0.weight"].codes for one in (model, again))
     assert torch.equal(ours.long(), theirs.long() + 8 if theirs.dtype is torch.int8 else theirs.long())
-    with pytest.raises(ExportError, match="files of gptq are read and not written; deliver the model as compressed"):
+    with pytest.raises(
+        ExportError, match="reads files of gptq, but does not write them; deliver the model as compressed"
+    ):
         fq.deliver(model, tmp_path / "new", "gptq")
 
 

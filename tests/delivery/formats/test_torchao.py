@@ -222,7 +222,9 @@ def test_layers_of_a_vision_language_model_are_compared_by_their_names_in_the_mo
     pytest.importorskip("torchao", reason="torchao is not installed: make test-delivery installs it")
     model = fq.prepare(llava(), "int4_group32", skip=["*vision_tower*", "*multi_modal_projector*", "*lm_head"])
     fq.calibrate(model)
-    with pytest.warns(UserWarning, match=r"transformers does not load these files, in which model\.language_model"):
+    with pytest.warns(
+        UserWarning, match=r"transformers does not load these files, because they name model\.language_model"
+    ):
         folder = fq.deliver(model, tmp_path, "torchao")
     report = fq.verify_delivery(folder, model)
     assert "torchao 0." in report.runtime

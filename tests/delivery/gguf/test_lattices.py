@@ -183,8 +183,8 @@ def test_no_integer_is_cut(kind):
 
 
 def test_unknown_types_and_other_bytes_are_refused():
-    with pytest.raises(CheckpointError, match="no lattice is known for the GGUF type 'IQ2_XXS'; did you mean IQ4_XS"):
+    with pytest.raises(CheckpointError, match="no layout is known for the GGUF type 'IQ2_XXS'; did you mean IQ4_XS"):
         pack("IQ2_XXS", {})
-    with pytest.raises(CheckpointError, match=r"blocks of Q4_K are \[blocks, 144\] of uint8, got \[3, 143\]"):
+    with pytest.raises(CheckpointError, match=r"blocks of Q4_K are uint8 \[blocks, 144\], got uint8 \[3, 143\]"):
         unpack("Q4_K", np.zeros((3, 143), np.uint8))
     assert unpack("Q4_K", pack("Q4_K", {k: v[:0] for k, v in numbers_of("Q4_K", "random").items()}))["d"].shape == (0,)

@@ -94,7 +94,7 @@ def test_types_of_q4_k_m(tmp_path):
 
 
 def test_experts_have_no_mixture():
-    with pytest.raises(ConfigError, match=r"llama-quantize has rules of its own for experts.*GGUF_Q4_K"):
+    with pytest.raises(ConfigError, match=r"llama-quantize has special rules for experts.*GGUF_Q4_K"):
         mixture(language_model("mixtral"), "Q4_K_M")
 
 

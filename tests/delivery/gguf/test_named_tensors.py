@@ -24,7 +24,7 @@ def delivered(tmp_path_factory):
 
 
 DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
-TABLE = r"token_embd.weight is of shape \[320, 256\], and model.embed_tokens.weight of"
+TABLE = r"token_embd.weight has the shape \[320, 256\], but model.embed_tokens.weight needs"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_file_of_another_model_is_refused(delivered, values, message, tmp_path
     ("old", "new", "message"),
     [
         (b"blk.1.attn_k.weight", b"blk.1.attn_x.weight", "lacks blk.1.attn_k.weight"),
-        (b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0qwen2", "architecture 'qwen2', and the model of 'llama'"),
+        (b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0qwen2", "architecture 'qwen2', but the model has 'llama'"),
     ],
 )
 def test_a_file_of_other_names_is_refused(delivered, old, new, message, tmp_path):

@@ -1,7 +1,7 @@
-"""compressed-tensors, the format that transformers loads, and vLLM and SGLang by their documentation.
+"""compressed-tensors, the format that transformers loads, and by their documentation vLLM and SGLang.
 
-A folder as Hugging Face has it; its `config.json` has schemes and names the modules for each. The codes of a row are
-one stream of bits. Source: the package compressed-tensors 0.20.
+A folder with the layout of Hugging Face; its `config.json` has schemes and names the modules for each. The codes of a
+row are one stream of bits. Source: the package compressed-tensors 0.20.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from fakequant.text import listed
 
 Scheme = Mapping[str, Any]
 _ORDERED = {"group", "dynamic"}
-"""Values of `actorder` with which the inputs of a group may lie anywhere."""
+"""Values of `actorder` with which the inputs of a group need not be adjacent."""
 
 
 class CompressedTensors(LayeredFormat):
@@ -273,7 +273,7 @@ def _add_beside(writer: LayeredWriter, part: Part, bases: Sequence[str]) -> Sche
 
 
 def _pattern(bases: Sequence[str]) -> str:
-    """The pattern of the names of a stack's pieces, `...experts.12.up_proj`, and of no others."""
+    """The pattern that only the names of a stack's pieces match, such as `...experts.12.up_proj`."""
     parts = [base.split(".") for base in bases]
     if len({*map(len, parts)}) > 1:
         return f"re:({'|'.join(map(re.escape, bases))})$"
@@ -288,7 +288,7 @@ def _pattern(bases: Sequence[str]) -> str:
 def _quantization(
     found: Mapping[str, Mapping[str, float]], calls: Sequence[Part], ignored: Sequence[str]
 ) -> dict[str, Any]:
-    """The quantization in `config.json`: most layers get a scheme by class; the others by name, which has priority."""
+    """The quantization in `config.json`: the scheme of most layers names a class; others name layers and come first."""
     ranked = sorted(found.items(), key=lambda item: sum(item[1].values()))
     groups = [{"targets": [*targets], **json.loads(scheme)} for scheme, targets in ranked]
     by_class = [one for one in groups if len(groups) == 1 or not any("re:" in target for target in one["targets"])]
@@ -310,7 +310,7 @@ def _quantization(
 
 
 def _warn(writer: LayeredWriter, schemes: Sequence[Scheme], missed: str, dtype: torch.dtype) -> None:
-    """Warn once about conditions for loading the files, and about keys and values that are missed."""
+    """Warn once about conditions for loading the files, and about keys and values that stay in float."""
     notes = [missed] if missed else []
     stacks = {name: part for name, part in writer.coded.items() if part.is_stack}
     if left := [name for name, part in stacks.items() if "input" in part.operands]:

@@ -1,13 +1,14 @@
 """FP8 of DeepSeek, Qwen and Mistral, MXFP4 of GPT-OSS, and NF4 of bitsandbytes.
 
-FP8 has a scale, which multiplies codes, for each tile or for the whole weight. Source: transformers 5.23,
+FP8 has a scale for each tile or for the whole weight, which multiplies the codes. Source: transformers 5.23,
 `integrations/finegrained_fp8.py`; vLLM 0.32, `quantization/fp8.py`.
 
-MXFP4 has the experts of a layer in one tensor of codes and one of scales, and all else in float. A byte has two inputs,
-the first one in its low bits; 32 inputs share an exponent. Source: transformers 5.23, `integrations/mxfp4.py`.
+MXFP4 has the experts of a layer in a tensor of codes and a tensor of scales, and all else in float. A byte holds the
+codes of two inputs, the first in its low bits; 32 inputs share an exponent. Source: transformers 5.23,
+`integrations/mxfp4.py`.
 
-NF4 has blocks of a flattened weight; the scales may be quantized, too ("nested"). A byte holds two codes, the first one
-in its high bits. Source: bitsandbytes 0.50, `QuantState`.
+NF4 has blocks of a flattened weight; the scales may be quantized, too ("nested"). A byte holds two codes, the first in
+its high bits. Source: bitsandbytes 0.50, `QuantState`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SCALES, _INPUTS = ("weight_scale_inv", "weight_scale"), ("activation_scale", "i
 
 
 class Fp8(LayeredFormat):
-    """FP8 in tiles with dynamic inputs in groups, or of the whole weight."""
+    """FP8 with scales of tiles and dynamic ranges of groups of inputs, or with a scale of the whole weight."""
 
     name = "fp8"
 
@@ -78,7 +79,7 @@ _GROUP = 32
 
 
 class Mxfp4(LayeredFormat):
-    """Stacks of experts as GPT-OSS has them."""
+    """MXFP4 in the stacks of experts of GPT-OSS."""
 
     name = "mxfp4"
 
@@ -105,9 +106,9 @@ class Mxfp4(LayeredFormat):
 _STATE = "weight.quant_state.bitsandbytes__"
 _NF4 = QuantSpec("nf4")
 _STORAGES = (torch.uint8, *FLOATS)
-"""Dtypes in which a file may store bytes of two codes: as floats too, since FSDP shards floats alone."""
+"""Dtypes of the tensors that hold the bytes of codes: floats are among them, since FSDP shards floats alone."""
 _LARGEST = 1 << 16
-"""The most bytes of the text of a state."""
+"""The most bytes of the JSON text of a `QuantState`."""
 
 
 class BitsAndBytes(LayeredFormat):

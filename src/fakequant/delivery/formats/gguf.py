@@ -38,7 +38,7 @@ from fakequant.model.state.snapshots import Files, Made, QuantizedState, lazy, s
 
 _KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPE = "fakequant.dtype"
-"""The key of the model's dtype, which blocks do not show."""
+"""The metadata key of the model's dtype, which blocks do not show."""
 _LLAMA_CPP = 1e-2
 """The tolerance of outputs, as a share of the peak: single codes move them by up to 3e-3, a wrong order by 0.1."""
 
@@ -130,8 +130,8 @@ class Gguf(DeliveryFormat):
             NamedTensors(path, model)
         except CheckpointError as error:
             raise CheckpointError(
-                f"transformers {transformers.__version__} takes {path} for another model: {error}; give the model "
-                "that it is of: fakequant.read(path, model)"
+                f"transformers {transformers.__version__} takes {path} for another model: {error}; give the right "
+                "model: fakequant.read(path, model)"
             ) from error
         return model
 
@@ -174,7 +174,7 @@ def _stored(state: QuantizedState, names: GgufNames, name: str, kind: str | None
     shape = tuple(tensor.shape)
     kind = kind or ("F32" if len(tensor.shape) < 2 else _KINDS.get(tensor.dtype))
     if kind is None:
-        raise CheckpointError(f"{name} is of {tensor.dtype}, which GGUF has not; convert the model to float32 first")
+        raise CheckpointError(f"{name} is {tensor.dtype}, which GGUF does not have; convert the model to float32 first")
     rows, shift = names.rows(name, *shape[:1]), names.shift(name)
 
     is_turned = name in names.turned

@@ -1,8 +1,8 @@
 """GPTQ, AWQ and AutoRound: integers in groups of inputs; a layer may permute its inputs first (`desc_act` of GPTQ).
 
-Version 1 of GPTQ stores zero points minus one, modulo the number of codes; version 2 as they are. AWQ has 4 bits, in
-the layout "gemm" of AutoAWQ. AutoRound has the layouts of both, which `packing_format` names. Sources: AutoGPTQ,
-GPTQModel, compressed-tensors 0.20, AutoRound 0.16.
+Version 1 of GPTQ stores zero points minus one, modulo the number of codes; version 2 stores zero points unchanged. AWQ
+has 4 bits, in the layout "gemm" of AutoAWQ. AutoRound uses the layouts of GPTQ and AWQ; `packing_format` names which.
+Sources: AutoGPTQ, GPTQModel, compressed-tensors 0.20, AutoRound 0.16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 0}
 
 
 class Gptq(LayeredFormat):
-    """2 to 8 bits in groups of inputs."""
+    """Integers of 2 to 8 bits in groups of inputs."""
 
     name = "gptq"
 
@@ -54,8 +54,8 @@ class Gptq(LayeredFormat):
         points, add = unpack(words_of_points.contiguous().view(torch.uint8), bits, rows).T, _VERSIONS[layout]
         if given.get("sym") and bool((points + (1 - add) == half).all()):
             warn_user(
-                f"{module.folder.path} says that its zero points are those of version {2 - add}, but sym says that "
-                f"they are of version {1 + add}, as which they are read; correct checkpoint_format in its configuration"
+                f"{module.folder.path} says that its zero points have version {2 - add}, but sym implies version "
+                f"{1 + add}, which is used to read them; correct checkpoint_format in its configuration"
             )
             add = 1 - add
         points = points + add & (1 << bits) - 1  # [out, groups]
@@ -79,13 +79,13 @@ class Gptq(LayeredFormat):
 
 
 _WORD, _BITS = 8, 4
-"""Codes of 4 bits in an int32."""
+"""The number of codes in an int32, and the bits of a code."""
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """The place in a word of each of its eight outputs."""
 
 
 class Awq(LayeredFormat):
-    """4 bits in groups of inputs, with zero points."""
+    """Integers of 4 bits in groups of inputs, with zero points."""
 
     name = "awq"
 
@@ -121,12 +121,12 @@ def _outputs(module: LayerTensors, end: str, count: int) -> Read:
 
 _METHODS = {"auto-round", "intel/auto-round"}
 _GPTQ = {"auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_gptq": "gptq"}
-"""The layout of GPTQ by AutoRound's name of it; AutoRound's first layout stores zero points as they are."""
+"""By AutoRound's name of a layout, GPTQ's name; the layout "auto_round" stores zero points unchanged."""
 _AWQ = "auto_round:auto_awq"
 
 
 class AutoRound(LayeredFormat):
-    """2 to 8 bits in groups of inputs, in the layouts of GPTQ and AWQ."""
+    """Integers of 2 to 8 bits in groups of inputs, in the layouts of GPTQ and AWQ."""
 
     name = "auto-round"
 

@@ -39,16 +39,16 @@ _FLOATS = {
     "mxfp8": QuantSpec.parse("float8_e4m3fn per_block(-1:32) scale=float8_e8m0fnu:floor"),
     "nvfp4": QuantSpec.parse("float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn"),
 }
-"""The modes for floats, each with its one layout; mlx-lm 0.32 reads a scale of the tensor for experts alone."""
+"""By the name of a mode, its only specification; mlx-lm 0.32 reads NVFP4's second-level scale for experts alone."""
 _GROUPS, _BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 _HOLDS = (
     f"files have integers of {', '.join(map(str, _BITS))} bits in groups of {', '.join(map(str, _GROUPS))} inputs, and "
     f"{', '.join(map(str, _FLOATS.values()))}"
 )
 _SPECS = "specifications of the weights"
-"""The key in a file's header of the specifications by path of a layer, which tensors do not show completely."""
+"""The key in a file's header of the layers' specifications by path: the tensors do not show all of a specification."""
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Of logits, as a share of the peak: MLX adds products in another order, and rounds weights in half precision twice."""
+"""How far logits may be off, as a share of the peak: MLX adds in another order, and rounds half precision twice."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Mlx(LayeredFormat):
 
 
 class _MlxLm(nn.Module):
-    """A folder as mlx-lm runs it on a CPU, called as its model is; a ValueError if mlx-lm lacks the architecture."""
+    """Runs a folder in mlx-lm on a CPU, with the model's arguments; a ValueError if mlx-lm lacks the architecture."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -237,9 +237,9 @@ class _MlxLm(nn.Module):
             self._model, _ = utils.load_model(path)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
-        """The "logits" [rows, tokens, vocabulary] of token ids [rows, tokens]; other arguments change none."""
+        """The "logits" [rows, tokens, vocabulary] of token ids [rows, tokens]; other arguments have no effect."""
         if attention_mask is not None and not bool(attention_mask.all()):
-            raise VerificationError("it runs only batches without padding; give such batches")
+            raise VerificationError("it runs only batches without padding; give batches of texts of equal length")
         with self._mx.stream(self._mx.cpu):
             return {"logits": _tensor(self._mx, self._model(self._mx.array(input_ids.numpy())))}
 
@@ -269,14 +269,14 @@ def _layout_or_reason(spec: QuantSpec, shape: Sequence[int]) -> _Layout | str:
 
 
 def _layout(spec: QuantSpec, shape: Sequence[int]) -> _Layout:
-    """The layout of a weight that files hold."""
+    """The layout of a weight; the format must be able to hold it."""
     found = _layout_or_reason(spec, shape)
     assert isinstance(found, _Layout), found
     return found
 
 
 def _digits(*stored: ScaleSpec | OffsetSpec | None) -> int:
-    """The most fraction bits of scales and offsets; those without a format are float32, with 23 bits."""
+    """The most fraction bits of scales and offsets; a scale without a format is float32, with 23 bits."""
     return max(23 if one.format is None else one.format.fraction_bits for one in stored if one is not None)
 
 
@@ -295,7 +295,7 @@ def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> dict[str, S
         if not torch.equal((found := wanted.to(dtype)).to(wanted.dtype), wanted):
             raise ExportError(
                 f"mlx cannot hold {part.weight}: its scales and biases are no numbers of {dtype}, the dtype of the "
-                f"model; prepare it with scale={str(dtype).removeprefix('torch.')}"
+                f"model; prepare the model with scale={str(dtype).removeprefix('torch.')}"
             )
         return found
 
@@ -335,7 +335,7 @@ def _said(values: Any) -> _Layout | str:
 
 
 def _spec_in(module: LayerTensors, layout: _Layout) -> QuantSpec:
-    """The specification in a file's header, checked against the layout; without it, that of any file of MLX."""
+    """The specification in the file's header, checked against the layout; without a header, MLX's default."""
     try:
         said = json.loads(getattr(module.tensors, "metadata", {}).get(_SPECS, "{}")).get(module.base)
         spec = None if said is None else QuantSpec.parse(said)
@@ -358,7 +358,7 @@ def _check_finite(module: LayerTensors, end: str, values: Tensor) -> None:
 
 
 def _by_mlx(mx: Any, arrays: Mapping[str, Any], base: str, layout: _Layout) -> Tensor:
-    """The values of a weight by MLX, from scales and biases in float32."""
+    """The values of a weight that MLX computes from scales and biases in float32."""
     sizes = {"group_size": layout.group_size, "bits": layout.bits, "mode": layout.mode}
     held = [arrays[f"{base}.{end}"] for end in ("scales", "biases") if f"{base}.{end}" in arrays]
     if layout.mode == "affine":

@@ -1,7 +1,7 @@
 """ModelOpt's folder of Hugging Face ("unified checkpoint"): FP8, NVFP4, MXFP8, MXFP4, INT8 and INT4 in groups.
 
-The tensors of a layer say which layout it has. Scales multiply codes; NVFP4 has a second scale for the tensor. A byte
-has two rows of INT4, or two inputs of FP4, the first one in its low bits. Source: ModelOpt's `torch/export`, 2026.
+The tensors of a layer show its layout. Scales multiply codes; NVFP4 has a second scale for the tensor. A byte holds two
+rows of INT4, or two inputs of FP4, the first in its low bits. Source: ModelOpt's `torch/export`, 2026.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MXFP4, _MXFP8 = (
 _FP8, _INT8 = QuantSpec("float8_e4m3fn"), QuantSpec("int8")
 _TILE = 128
 _STATIC = {"FP8": _FP8, "W4A8_NVFP4_FP8": _FP8, "W4A8_MXFP4_FP8": _FP8, "W8A8_SQ_PER_CHANNEL": _INT8}
-"""Inputs with the range `input_scale`, by the name of a method."""
+"""By the name of a method, its quantization of inputs whose range is `input_scale`."""
 _DYNAMIC = {
     "FP8_PER_CHANNEL_PER_TOKEN": _FP8.replace(granularity=PerToken()),
     "MXFP8": _MXFP8,
     "NVFP4": _NVFP4,
     "NVFP4_AWQ": _NVFP4,
 }
-"""Inputs with dynamic ranges, by the name of a method."""
+"""By the name of a method, its quantization of inputs with dynamic ranges."""
 _WEIGHT_ONLY = {"W4A16_NVFP4", "W4A16_AWQ", "W8A16", "MXFP4", "FP8_PB_WO", "FP8_PB_REAL"}
 
 

@@ -51,7 +51,7 @@ _CONFIGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     FP8: ("Float8WeightOnlyConfig", 2, {}),
     NVFP4: ("NVFP4WeightOnlyConfig", 1, {}),
 }
-"""By class of tensors, the entries that transformers requires in `config.json`; the header has the actual classes."""
+"""By tensor subclass, the entries that transformers requires in `config.json`; the header names the real subclass."""
 
 
 class TorchAo(LayeredFormat):
@@ -107,8 +107,8 @@ class TorchAo(LayeredFormat):
         other = [(name, f"{bases[0]}.weight") for name, bases in writer.pieces.items() if len(bases) == 1]
         if other := [pair for pair in other if pair[0] != pair[1]]:
             warn_user(
-                f"torchao: transformers does not load these files, in which {other[0][0]} is {other[0][1]}; deliver "
-                "the model as compressed-tensors for it"
+                f"torchao: transformers does not load these files, because they name {other[0][0]} {other[0][1]}; for "
+                "transformers, deliver the model as compressed-tensors"
             )
         # The configuration names the class that most weights have.
         kinds = [one["_type"] for one in said.values()]
@@ -219,7 +219,7 @@ def _dtype(dtype: torch.dtype | str) -> dict[str, str]:
 
 
 def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Stored]:
-    """The tensors of a weight [out, in], in the order in which its class has them."""
+    """The tensors of a weight [out, in], in the order of its tensor subclass."""
     spec = part.operands["weight"].spec
     kind, groups = _class_of(spec, shape), spec.granularity.group_shape(tuple(shape))
     if kind == NVFP4:

@@ -1,6 +1,6 @@
 """The description of a language model in a GGUF file: names of tensors, order of rows, metadata.
 
-Mixtures such as Q4_K_M: a type for each weight of a language model, as llama-quantize chooses it.
+A mixture such as Q4_K_M has a type for each weight of a language model, as llama-quantize chooses it.
 
 Source: `llama_tensor_get_type_impl` and `tensor_type_fallback` in llama-quant.cpp of llama.cpp, without an importance
 matrix, and without the cases for experts.
@@ -41,10 +41,10 @@ from fakequant.restore import restore_after, restore_on_error, structure_of
 from fakequant.text import listed
 
 _TABLE = "fakequant.integrations.gguf_tokenizer"
-"""The module that registers the architectures; it alone has names of other people's models."""
+"""The module that registers the architectures, and alone names models."""
 
 MADE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors of a file that a model lacks: they are computed from the configuration of the model."""
+"""Tensors of a file that a model does not have: they are computed from the configuration of the model."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Architecture:
     """The form in which llama.cpp stores models of one architecture.
 
     Args:
-        interleaved: the layers that make queries and keys: the last parts of the path, and the attribute of the
-            configuration that counts the heads. In the file the rows of a head's two halves alternate.
+        interleaved: for the layers of queries and keys, by the last part of the path, the attribute of the
+            configuration that counts the heads. In the file, the rows of a head's two halves alternate.
         norms_from_one: whether norms multiply by 1 + weight; the file then holds 1 + weight.
         activation: the function that llama.cpp computes between the matrices.
         pattern: one layer in so many attends to all tokens, the others to a window; 1 if each attends to all.
@@ -61,9 +61,9 @@ class Architecture:
         rotaries: types of rotary positions that llama.cpp's graph computes; () for learned positions and centred norms,
             whose sizes `describe` adds.
         rotary_keys: further keys of rotary positions that the file holds.
-        parts: tensors whose rows the file has in several tensors: the end of the name, and those of the parts.
-        vectors: the ends of names of matrices with one row, which the file has as vectors.
-        unread: a function of configuration and metadata: why transformers does not build the model of a file, or "".
+        parts: by the end of a tensor's name, the ends of the names of several tensors that have its rows in the file.
+        vectors: the ends of the names of matrices with one row, which are vectors in the file.
+        unread: returns for a configuration and metadata why transformers does not build the model of a file, or "".
     """
 
     name: str
@@ -142,7 +142,7 @@ _ROTARIES = {
 
 
 def rotary_of(config: Any, kind: str = "full_attention") -> dict[str, Any]:
-    """The rotary parameters of a configuration; those of one kind of layers if each kind has its own."""
+    """The rotary parameters of a configuration, for a kind of layers if each kind has its own."""
     found = dict(getattr(config, "rope_parameters", None) or {})
     found = dict(found.get(kind) or {}) if any(isinstance(one, dict) for one in found.values()) else found
     return {"rope_type": "default", **found}
@@ -194,7 +194,7 @@ def _describe_rotary(writer: Any, config: Any) -> None:
 
 
 def check_settings(file: blocks.GgufFile, architecture: Architecture, config: Any) -> None:
-    """Raise CheckpointError if a file's metadata differ from those that this package writes for a configuration."""
+    """Raise CheckpointError if a file's metadata differ from the metadata that are written for a configuration."""
     writer, begin = blocks.require_gguf().GGUFWriter(None, architecture.name), f"{architecture.name}."
     _describe_settings(writer, architecture, config)
     built = {key.removeprefix(begin): one.value for key, one in writer.kv_data[0].items() if key.startswith(begin)}
@@ -223,7 +223,7 @@ def check_settings(file: blocks.GgufFile, architecture: Architecture, config: An
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values of metadata are equal in float32, which files have."""
+    """Whether two values of metadata are equal in float32, the precision of files."""
     if one is None or other is None:
         return one is other
     if isinstance(one, (float, np.ndarray)):
@@ -250,7 +250,7 @@ class GgufNames:
         }
 
     def of(self, name: str) -> list[str]:
-        """The names in the file of a tensor, in the order of its rows, mostly one; a CheckpointError if none."""
+        """The names of a tensor in the file, one or several in the order of its rows; without any a CheckpointError."""
         parts = self._architecture.parts
         names = [name.removesuffix(end) + own for end, all in parts.items() if name.endswith(end) for own in all]
         found = [self._names.get_name(one, try_suffixes=(".weight", ".bias")) for one in names or [name]]
@@ -259,7 +259,7 @@ class GgufNames:
         return [one if one.endswith((".weight", ".bias")) else f"{one}.weight" for one in found if one is not None]
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a tensor in the file, from that in the model."""
+        """The shape of a tensor in the file, from its shape in the model."""
         if name in self.turned:
             return tuple(shape[::-1])
         return tuple(shape[1:]) if name.endswith(tuple(self._architecture.vectors)) else tuple(shape)
@@ -295,7 +295,7 @@ def llama3_frequencies(config: Any) -> dict[str, Tensor]:
 
 
 class _Layer(NamedTuple):
-    """A layer of a model: its number, the number of layers, and the queries for each key."""
+    """A layer of a model: its number, how many layers the model has, and how many heads of queries share a key."""
 
     number: int
     layers: int
@@ -336,7 +336,7 @@ _MIXTURES: dict[str, tuple[str, dict[str, list[_Choice]]]] = {
     "Q5_K_S": ("Q5_K", {}),
     "Q5_K_M": ("Q5_K", _MORE),
 }
-"""By mixture, the type of most weights, and by weight the exceptions: (layers, type), the first that applies."""
+"""By mixture, the type of most weights, and exceptions by weight: the first whose condition on the layer holds."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 _LAYERS_OF_70B = 80
 
@@ -345,17 +345,17 @@ def mixture(model: nn.Module, name: str) -> Config:
     """The configuration of a mixture for a language model: each weight gets the type that llama-quantize gives it.
 
     Args:
-        model: of transformers, in float, of an architecture that GGUF files are written for.
-        name: as llama-quantize names it: "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M",
-            "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL" or "IQ4_XS"; "GGUF_" may stand before it, and
-            "_A8" behind it for llama.cpp's inputs of products.
+        model: a float model of transformers, of an architecture that GGUF files are written for.
+        name: llama-quantize's name: "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M",
+            "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL" or "IQ4_XS". "GGUF_" may stand before it; with
+            "_A8" behind it, inputs of products are quantized as llama.cpp does.
 
     Raises:
         ConfigError: an unknown name, or a model with experts.
         CheckpointError: an unknown architecture.
 
-    `fakequant.prepare(model, "GGUF_Q4_K_M")` does this for the names with an ending. For the others, whose names are
-    those of presets with one type, write `fakequant.prepare(model, mixture(model, "Q6_K"))`.
+    `fakequant.prepare(model, "GGUF_Q4_K_M")` does this for names that end in "_S", "_M" or "_L". The other names are
+    also presets with one type; for their mixtures write `fakequant.prepare(model, mixture(model, "Q6_K"))`.
     """
     key = name.upper().removeprefix("GGUF_")
     if key.endswith("_A8"):
@@ -365,7 +365,7 @@ def mixture(model: nn.Module, name: str) -> Config:
     architecture, shared = architecture_of(model), shared_names(model)
     if architecture.parts:
         raise ConfigError(
-            "llama-quantize has rules of its own for experts, which are not known here; give all weights one type, "
+            "llama-quantize has special rules for experts, which fakequant does not know; give all weights one type, "
             "such as GGUF_Q4_K"
         )
     config: Any = model.config
@@ -413,7 +413,7 @@ _BLOCK, _BOUND = 32, 127
 
 
 def inputs_for(weight: QuantSpec, shape: tuple[int, ...]) -> TensorConfig:
-    """How llama.cpp quantizes the inputs of a product with a weight."""
+    """The quantization by llama.cpp of the inputs that a weight multiplies."""
     return LLAMA_CPP_INPUTS[blocks.LAYOUTS[blocks.kind_of(weight, shape)].weights]
 
 
@@ -421,12 +421,12 @@ def inputs_for(weight: QuantSpec, shape: tuple[int, ...]) -> TensorConfig:
 def llama_cpp_inputs(model: Model) -> Model:
     """Quantize the inputs of products as llama.cpp does, in a prepared model, in place; the model is returned.
 
-    Measure or train the model then as llama.cpp will compute it from a GGUF file. Results agree up to the order of
-    sums, except with Q4_1 and Q5_1: for these llama.cpp also rounds the sum of every block of inputs, which
-    `verify_delivery` alone computes. The presets `GGUF_Q8_0_A8` to `GGUF_MXFP4_A8` do the same from the start.
+    The model then computes as llama.cpp does from a GGUF file, when you measure or train it. Results agree up to the
+    order of sums, except with Q4_1 and Q5_1: with these types llama.cpp also rounds the sum of every block of inputs,
+    which `verify_delivery` alone computes. The presets `GGUF_Q8_0_A8` to `GGUF_MXFP4_A8` do the same from the start.
 
     Raises:
-        ExportError: a weight that no type of GGUF holds, by name, with the reason; the model is unchanged then.
+        ExportError: no type of GGUF holds some weight, which is named with the reason; the model is then unchanged.
 
     >>> model = llama_cpp_inputs(prepare(nn.Sequential(nn.Linear(32, 1, bias=False)), "gguf_q8_0", skip=[]))
     >>> model[0].input_quantizer
@@ -453,7 +453,7 @@ def llama_cpp_inputs(model: Model) -> Model:
 
 
 def has_cache(model: nn.Module) -> bool:
-    """Whether a model quantizes functions, and all of them only as llama.cpp's cache does."""
+    """Whether a model quantizes functions, and quantizes all of them as llama.cpp's cache does."""
     owners = sites_entry(model).owners.values()
     held = [one.tensor for owner in owners for site in owner.sites.values() for one in site.quantizers.values()]
     return bool(held) and all(one == LLAMA_CPP_CACHE.input for one in held)
@@ -477,7 +477,8 @@ def computed_by_llama_cpp(model: nn.Module) -> Iterator[None]:
 
 
 def _with_rounded_sums(layer: Any, args: tuple[Tensor, ...], y: Tensor, *, by_input: bool) -> Tensor:
-    """Add the error of ggml's `quantize_row_q8_1`, which rounds block sums to float16; `by_input`: weight [in, out]."""
+    """Add the error of ggml's `quantize_row_q8_1`, which rounds block sums to float16; `by_input` if the weight is
+    [in, out]."""
     codes, params = layer.input_quantizer.encoded(args[0])
     sums = codes.float().unflatten(-1, (-1, _BLOCK)).sum(-1)
     step = params.scale * (_BOUND + 1) / _BOUND
@@ -487,10 +488,10 @@ def _with_rounded_sums(layer: Any, args: tuple[Tensor, ...], y: Tensor, *, by_in
 
 
 class _LongSums(TorchFunctionMode):
-    """Sums of float32 numbers are taken in float64 and rounded once.
+    """Takes sums of float32 numbers in float64 and rounds them once.
 
-    llama.cpp adds codes within a block exactly, and squares of norms in float64. Beside a tie, a sum with another last
-    bit gives another code: of a Llama in Q4_0 16 % of the tokens agree to 1e-5 with float32 sums, 88 % with these.
+    llama.cpp adds codes within a block exactly, and squares of norms in float64. Near a tie, a sum with another last
+    bit gives another code: in a Llama in Q4_0, 16 % of the tokens agree to 1e-5 with sums in float32, 88 % in float64.
     """
 
     def __torch_function__(
@@ -512,7 +513,7 @@ def _is_float32(x: Any) -> bool:
 
 
 REST = "fakequant.rest."
-"""The prefix of a metadata key: for a tensor that the file stores with 1 added, the rounding error of that sum."""
+"""The prefix of the metadata key of a rounding error: that of adding 1 to a tensor, as the file stores it."""
 
 
 class NamedTensors:
@@ -523,7 +524,7 @@ class NamedTensors:
         self.names, self.shared = GgufNames(architecture, model), shared_names(model)
         self.slots = weight_slots(model)
         if (said := self.file.metadata.get("general.architecture")) != architecture.name:
-            raise CheckpointError(f"{path} is of the architecture {said!r:.80}, and the model of {architecture.name!r}")
+            raise CheckpointError(f"{path} has the architecture {said!r:.80}, but the model has {architecture.name!r}")
         state = model.state_dict()
         self.like = {name: state[name] for name in float_names(model) if name not in self.shared}
         self.stored = {name: self._find(name, tuple(one.shape)) for name, one in self.like.items()}
@@ -543,7 +544,7 @@ class NamedTensors:
                 raise CheckpointError(f"{self.file.path} lacks {place}, which is {name} in the model")
             if (found := self.file.tensors[place]).shape != stored:
                 raise CheckpointError(
-                    f"{self.file.path}: {place} is of shape {list(found.shape)}, and {name} of {list(stored)}"
+                    f"{self.file.path}: {place} has the shape {list(found.shape)}, but {name} needs {list(stored)}"
                 )
         first, *others = (self.file.tensors[place] for place in places)
         if any(one.kind != first.kind for one in others):
@@ -576,7 +577,7 @@ class NamedTensors:
         return QuantizedState(layers=layers, shared=self.shared, tensors=tensors, weights=weights, sites=sites)
 
     def _readers(self, name: str) -> list[Any]:
-        """The slots of all layers that hold a weight, several if it is tied."""
+        """The weight slots of all layers that hold a weight; a tied weight has several."""
         names = [name, *(tied for tied, first in self.shared.items() if first == name)]
         return [self.slots[one] for one in names if one in self.slots]
 
@@ -598,7 +599,7 @@ class NamedTensors:
         return replace(found, quantizers=tuple(join(one.path, one.attribute) for one in self._readers(name)))
 
     def _tensor(self, name: str) -> Tensor:
-        """A tensor without codes; the package gguf dequantizes types that have no code for each weight."""
+        """A tensor without codes; for types that have no code for each weight, the package gguf dequantizes it."""
         kind = self.stored[name].kind
         if kind not in ("F32", "F16", "BF16"):
             return self.theirs(name)

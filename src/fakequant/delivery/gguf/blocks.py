@@ -1,6 +1,6 @@
-"""Blocks of GGUF: from codes, scales and minima to bytes and back, for every type with a code for each weight.
+"""Blocks of GGUF: codes, scales and minima become bytes and back, for every type with a code for each weight.
 
-Source: ggml-common.h and ggml-quants.c of llama.cpp, whose names the types have. Values, with q a code:
+Source: ggml-common.h and ggml-quants.c of llama.cpp, which name the types. The value of a code q is
 d * q; d * q + m (Q4_1, Q5_1); d * sc * q - dmin * m (Q2_K, Q4_K, Q5_K); d * sc * q (Q3_K, Q6_K, IQ4_XS, whose codes
 index the values of a table); 2**(e - 127) * q (MXFP4). Products are exact in float32.
 
@@ -29,7 +29,7 @@ from fakequant.numerics.scales import StoredScales
 from fakequant.numerics.spec import QuantSpec
 
 _CHUNK = 1 << 18
-"""Codes that are converted at once: these and their results fit a cache of 1 MB."""
+"""How many codes are converted at once: the codes and their results fit a cache of 1 MB."""
 
 Array = np.ndarray
 Numbers = Mapping[str, Array]
@@ -40,7 +40,7 @@ Numbers = Mapping[str, Array]
 class Integers:
     """The integers of a block: their count, the lowest and the highest.
 
-    Files store the difference from the lowest, unsigned; integers of 8 bits in two's complement.
+    Files store unsigned differences from the lowest integer, but integers of 8 bits in two's complement.
     """
 
     count: int
@@ -59,9 +59,9 @@ class Integers:
 
 
 class Halfs(NamedTuple):
-    """A float16 of a block, under a name.
+    """A float16 of a block, with a name.
 
-    As every field of a `BlockLayout` it has a size in bytes, and writes numbers to bytes [blocks, size] and reads them.
+    Like every field of a `BlockLayout` it has a size in bytes, writes numbers to bytes [blocks, size], and reads them.
     """
 
     name: str
@@ -78,12 +78,12 @@ class Halfs(NamedTuple):
 
 @dataclass(frozen=True)
 class Bits:
-    """Some bits of integers, as many integers in a byte as fit, the first in its lowest bits.
+    """Some bits of each integer; a byte holds as many integers as fit, the first in its lowest bits.
 
     Runs of `run` integers lie in runs of as many bytes: byte j of a run holds integers j, run + j, 2 * run + j, ...
 
     Args:
-        count: how many bits: 1, 2, 4 or 8.
+        count: the number of bits of each integer: 1, 2, 4 or 8.
     """
 
     name: str
@@ -111,19 +111,19 @@ class Bits:
                 lanes[:, place, lane] |= _moved(found[:, lane], place * self.count, self.count, self.low)
 
     def _moved_runs(self, runs: Array, place: int) -> Array:
-        """These bits of the runs at a place, 8 bytes at once where their number allows it."""
+        """The bits of the runs at a place, taken from 8 bytes at once if the number of bytes allows it."""
         own = np.ascontiguousarray(runs[:, place]).view(np.uint8)
         return _moved(own if own.size % 8 else own.view("u8"), self.low, self.count, place * self.count)
 
 
 class ScalesAndMinima(NamedTuple):
-    """Eight scales and eight minima of 6 bits in 12 bytes, as Q4_K and Q5_K have them."""
+    """Eight scales and eight minima of 6 bits in 12 bytes, in Q4_K and Q5_K."""
 
     def size(self, layout: BlockLayout) -> int:
         return 12
 
     def write(self, raw: Array, numbers: Numbers) -> None:
-        """Fill the bytes [blocks, size]: the high bits of the last four scales and minima stand above the first."""
+        """Fill the bytes [blocks, size]; the first four scales and minima also have high bits of the rest."""
         scales, minima = numbers["scales"], numbers["minima"]
         first, last = (np.concatenate([scales[:, four], minima[:, four]], 1) for four in (_FIRST, _LAST))
         raw[:, :8] = first | last >> 4 << 6
@@ -137,7 +137,7 @@ class ScalesAndMinima(NamedTuple):
 
 
 class ScaleNibbles(NamedTuple):
-    """Scales of 4 bits below minima of 4 bits, a byte for each sub-block, as Q2_K has them."""
+    """A scale in the low and a minimum in the high 4 bits of a byte for each sub-block, in Q2_K."""
 
     def size(self, layout: BlockLayout) -> int:
         return layout.integers["scales"].count
@@ -150,9 +150,9 @@ class ScaleNibbles(NamedTuple):
 
 
 class Trits(NamedTuple):
-    """Codes of three values, five in a byte and the last sixteen four in a byte, as TQ1_0 has them.
+    """Codes of three values, in TQ1_0: five in a byte, but the last sixteen four in a byte.
 
-    The byte is the fraction 0.t0t1t2t3t4 of base 3 in units of 1/256, rounded up: times 3, a digit is the carry.
+    A byte is the fraction 0.t0t1t2t3t4 of base 3 in units of 1/256, rounded up: times 3, the carry is the next digit.
     """
 
     def size(self, layout: BlockLayout) -> int:
@@ -185,8 +185,8 @@ class BlockLayout:
     """The layout of a type's blocks.
 
     Attributes:
-        integers: those of a block by name: "codes"; "scales" and "minima" of its sub-blocks; "exponent" of MXFP4.
-        fields: in the order of their bytes; `Halfs` have the names "d" and "m".
+        integers: a block's integers by name: "codes"; "scales" and "minima" of its sub-blocks; "exponent" of MXFP4.
+        fields: the fields in the order of their bytes; those of `Halfs` have the names "d" and "m".
     """
 
     integers: Mapping[str, Integers]
@@ -194,12 +194,12 @@ class BlockLayout:
 
     @property
     def weights(self) -> int:
-        """Weights of a block."""
+        """The number of weights of a block."""
         return self.integers["codes"].count
 
     @property
     def size(self) -> int:
-        """Bytes of a block."""
+        """The number of bytes of a block."""
         return sum(field.size(self) for field in self.fields)
 
 
@@ -245,13 +245,13 @@ LAYOUTS = {
     "TQ2_0": BlockLayout(_codes(256, -1, 1), (Bits("codes", 0, 2, 32), _D)),
     "MXFP4": BlockLayout(_codes(32, 0, 15, exponent=Integers(1, 0, 255)), (Bits("exponent", 0, 8, 1), _nibbles(16))),
 }
-"""How each type stores its blocks."""
+"""The layout of the blocks of each type."""
 
 
 def layout_of(kind: str) -> BlockLayout:
     """The layout of a type's blocks; a CheckpointError if the type is unknown."""
     if kind not in LAYOUTS:
-        raise CheckpointError(f"no lattice is known for the GGUF type {kind!r:.80}{nearest(kind, list(LAYOUTS))}")
+        raise CheckpointError(f"no layout is known for the GGUF type {kind!r:.80}{nearest(kind, list(LAYOUTS))}")
     return LAYOUTS[kind]
 
 
@@ -290,9 +290,7 @@ def unpack(kind: str, raw: Array) -> dict[str, Array]:
     """The numbers of blocks [blocks, bytes of a block] of uint8: the inverse of `pack`."""
     layout = layout_of(kind)
     if raw.dtype != np.uint8 or raw.ndim != 2 or raw.shape[1] != layout.size:
-        raise CheckpointError(
-            f"blocks of {kind} are [blocks, {layout.size}] of uint8, got {list(raw.shape)} of {raw.dtype}"
-        )
+        raise CheckpointError(f"blocks of {kind} are uint8 [blocks, {layout.size}], got {raw.dtype} {list(raw.shape)}")
     count, step = len(raw), _CHUNK // layout.weights
     found = {name: np.zeros((count, one.count), np.uint8) for name, one in layout.integers.items()}
     halfs = [field.name for field in layout.fields if isinstance(field, Halfs)]
@@ -319,7 +317,7 @@ def _put(numbers: Array, raw: Array) -> None:
 
 
 def _moved(lanes: Array, low: int, count: int, place: int) -> Array:
-    """`count` bits of every byte from `low` on, moved to `place`."""
+    """The `count` bits from bit `low` on of every byte, moved to bit `place`."""
     if count == 8:
         return lanes
     mask = lanes.dtype.type(int.from_bytes(bytes([(1 << count) - 1 << low]) * lanes.itemsize, "little"))
@@ -337,7 +335,7 @@ def _check(kind: str, name: str, stored: Array, integers: Integers) -> None:
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Types of metadata by their number, as `struct` names them; two more are texts and arrays."""
+"""By number, the types of metadata in the notation of `struct`; texts and arrays are two more types."""
 _TEXT, _ARRAY = 8, 9
 _FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F64": np.dtype("<f8")}
 """Types without blocks, and the numpy dtypes of their bytes."""
@@ -367,7 +365,7 @@ class GgufTensor(NamedTuple):
     """A tensor of a file.
 
     Attributes:
-        shape: as torch has it: rows lie along the last axis.
+        shape: the shape in torch: a row lies along the last axis.
         make: a function that returns the content, [rows..., bytes] of uint8 or numbers.
     """
 
@@ -377,7 +375,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the content."""
+        """The number of bytes of the content."""
         weights, size = sizes_of(self.kind)
         return prod(self.shape) // weights * size
 
@@ -394,10 +392,10 @@ def sizes_of(kind: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class GgufContent:
-    """The bytes of a file: metadata, then a part for each of its tensors, which is made when its part is asked for.
+    """The bytes of a file: metadata, then a part for each of its tensors, which is made when the part is read.
 
     Args:
-        describe: adds the metadata to a `gguf.GGUFWriter`.
+        describe: a function that adds the metadata to a `gguf.GGUFWriter`.
     """
 
     architecture: str
@@ -428,17 +426,17 @@ class GgufContent:
 
 
 class GgufFile:
-    """The metadata and tensors of a file, or of all files of a model, which are mapped into memory and not read whole.
+    """The metadata and tensors of a file, or of all files of a model; files are mapped into memory and not read whole.
 
     Attributes:
-        path: of the file; of several, the first one, `...-00001-of-00003.gguf`, which has the metadata.
+        path: the path of the file, or of the first of several, `...-00001-of-00003.gguf`, which has the metadata.
         count: the number of files; 0 or 1 if there is one.
-        metadata: values by key; arrays of numbers are arrays of numpy, those of texts lists.
-        tensors: by name, in the order of the file; their content is made at each access.
+        metadata: the values by key; arrays of numbers are arrays of numpy, arrays of texts are lists.
+        tensors: the tensors by name, in the order of the file; their content is read at each access.
     """
 
     def __init__(self, path: Path, number: int = 0) -> None:
-        """Open a file; `number`: its index among the files of a model, from 0 on."""
+        """Open a file; `number` is its index among the files of a model, from 0 on."""
         self.path = path
         try:
             self._raw = np.asarray(np.memmap(path, np.uint8, "r")) if path.stat().st_size else np.zeros(0, np.uint8)
@@ -465,7 +463,7 @@ class GgufFile:
         for one in range(1, count):
             other = GgufFile(path.with_name(f"{named[1]}-{one + 1:05}-of-{count:05}.gguf"), one)
             if both := self.tensors.keys() & other.tensors.keys():
-                raise CheckpointError(f"{other.path} has {min(both)}, which an earlier file has")
+                raise CheckpointError(f"{other.path} is damaged: it has {min(both)}, which an earlier file has, too")
             self.tensors |= other.tensors
         if (total := self.metadata.get("split.tensors.count", len(self.tensors))) != len(self.tensors):
             raise reader.damage(f"says that its files have {total} tensors in all, but they have {len(self.tensors)}")
@@ -492,7 +490,7 @@ class GgufFile:
 
 
 class _ValueReader:
-    """Reads values one after the other, none beyond the end of the file."""
+    """Reads values one after the other; a value beyond the end of the file raises an error."""
 
     def __init__(self, raw: Array, path: str) -> None:
         self.place, self._raw, self._path = 0, raw, path
@@ -515,7 +513,7 @@ class _ValueReader:
         return tensors, {self._text(): self._value(self._number("I")) for _ in range(pairs)}
 
     def entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape, type and offset of the next tensor."""
+        """The name, shape, type and offset of the next tensor."""
         name, axes = self._text(), self._number("I")
         shape = tuple(int(one) for one in self._take(8 * axes).view("<u8"))[::-1]
         return name, shape, self._number("I"), self._number("Q")
@@ -571,7 +569,7 @@ _SPECS = {
     "Q6_K": "int6 per_block(-1:16) scale=int8@per_block(-1:16)/float16",
     "Q8_0": "int8 per_block(-1:32) scale=float16",
 }
-"""The types, the smallest first: the first that holds a weight is taken."""
+"""The types, the smallest first; the first type that can hold a weight is used."""
 _INSTEAD = {"IQ4_XS": "IQ4_NL", **dict.fromkeys(("Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0")}
 _INSTEAD |= {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """By type, the type that llama.cpp stores if rows are no whole blocks of 256."""
@@ -584,7 +582,7 @@ def spec_of(kind: str) -> QuantSpec:
 
 
 def for_rows(kind: str, columns: int) -> str:
-    """The type itself if its block size divides `columns`, else the type that llama.cpp stores instead."""
+    """The type, if its block size divides `columns`; else the type that llama.cpp stores instead."""
     return kind if columns % LAYOUTS[kind].weights == 0 else _INSTEAD.get(kind, kind)
 
 
@@ -616,7 +614,7 @@ def _holds(own: QuantSpec, spec: QuantSpec) -> bool:
 
 @cache
 def _form(spec: QuantSpec) -> tuple[Any, ...]:
-    """What `_holds` compares of specifications: symmetry, shapes of blocks, and formats of scales and offsets."""
+    """The part of a specification that `_holds` compares: symmetry, shapes of blocks, formats of scales and offsets."""
     try:
         groups = spec.granularity.group_shape(_ROWS)
         stored = [
@@ -632,7 +630,7 @@ _ROWS = 2, 512
 
 
 def to_blocks(kind: str, weight: WeightCodes) -> Array:
-    """The bytes of a weight, [..., bytes of a row]."""
+    """The bytes [..., bytes of a row] of a weight."""
     layout = LAYOUTS[kind]
     numbers = {"codes": _numbers(weight.codes, layout.weights)}
     scales = weight.spec.scale.split(weight.scale)
@@ -653,7 +651,7 @@ def to_blocks(kind: str, weight: WeightCodes) -> Array:
 
 
 def from_blocks(kind: str, raw: Array, dtype: torch.dtype) -> WeightCodes:
-    """The weight in bytes [..., bytes of a row]; a CheckpointError if integers do not fit, or scales are not finite."""
+    """The weight in bytes [..., bytes of a row]; a CheckpointError if scales are not finite or integers do not fit."""
     layout, spec = LAYOUTS[kind], spec_of(kind)
     rows = raw.shape[:-1]
     numbers = {name: torch.from_numpy(one) for name, one in unpack(kind, raw.reshape(-1, layout.size)).items()}

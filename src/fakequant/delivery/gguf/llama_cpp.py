@@ -1,4 +1,4 @@
-"""llama.cpp by the bindings of llama-cpp-python, and the logits that it computes from a file.
+"""llama.cpp through the bindings of llama-cpp-python, and the logits that it computes from a file.
 
 The bindings are the installed package llama_cpp, or those of a source distribution of llama-cpp-python, whose folder
 the environment variable LLAMA_CPP_BINDINGS names. They load the shared libraries that came with them, or those in the
@@ -34,7 +34,7 @@ _LEAST_CONTEXT = 64
 
 
 def is_there() -> bool:
-    """Whether bindings of llama.cpp are installed or named."""
+    """Whether bindings of llama.cpp are installed, or LLAMA_CPP_BINDINGS names them."""
     return find_spec("llama_cpp") is not None or all(os.environ.get(name) for name in (_BINDINGS, _LIBRARIES))
 
 
@@ -54,7 +54,7 @@ def bindings() -> Any:
 
 
 class LlamaCpp(nn.Module):
-    """A file as llama.cpp runs it on a CPU, in one thread, with a cache in "f32" or "f16"; called as its model is."""
+    """Runs a file in llama.cpp on a CPU, in one thread, with a cache in "f32" or "f16" and the model's arguments."""
 
     def __init__(self, path: Path, cache: str = "f32") -> None:
         super().__init__()
@@ -68,9 +68,9 @@ class LlamaCpp(nn.Module):
         self._cache = _CACHES[cache]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
-        """The "logits" [rows, tokens, vocabulary] of token ids [rows, tokens]; other arguments change none."""
+        """The "logits" [rows, tokens, vocabulary] of token ids [rows, tokens]; other arguments have no effect."""
         if attention_mask is not None and not bool(attention_mask.all()):
-            raise VerificationError("it runs only batches without padding; give such batches")
+            raise VerificationError("it runs only batches without padding; give batches of texts of equal length")
         lib, rows = self._lib, list[Tensor]()
         for ids in input_ids.tolist():
             params = lib.llama_context_default_params()
