@@ -32,7 +32,7 @@ def test_scaled_e4m3_equals_the_formula(amax_shape):
 
 
 def test_the_multiplier_of_e4m3_is_within_a_unit_in_the_last_place_of_the_quotient():
-    """For every mantissa of amax; docs/compat-pytorch-quantization.md has the share."""
+    """For every mantissa of amax; docs/notes/pytorch-quantization.md has the share."""
     amax = torch.arange(1 << 23, 1 << 24, dtype=torch.float32)
     found = codes_per_unit(amax, float_format((4, 3)))
     assert_same_bits(found, 448.0 / amax)
