@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_changed_codes_are_shown_and_give_the_status_1(recipe: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     done = invoke("verify", folder, "--recipe", recipe)
     assert done.exit_code == 1
-    assert "NOT exact: 1 elements differ" in done.output or "NOT exact: 2 elements differ" in done.output
+    assert re.search(r"NOT\s+exact: [12] elements differ", done.output)  # the line breaks where it must
     assert "2.weight" in done.output
 
 

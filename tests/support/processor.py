@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,10 @@ def why_sums_saturate() -> str | None:
     from fakequant.ops.products import convolution_unavailable  # after `avoid_broken_amx`
 
     return convolution_unavailable("cpu")
+
+
+LOST_BY_SUMS = re.compile(r"default\s+session\s+loses.*x64quantprecision", re.DOTALL)
+"""In the error of `fakequant quantize` where sums of ONNX Runtime's default session saturate."""
 
 
 def needs_exact_sums() -> pytest.MarkDecorator:

@@ -345,7 +345,8 @@ class VerifyReport:
         optimised: the outputs with ONNX Runtime's default optimisations compared with the outputs without them.
         deployed: the outputs with ONNX Runtime's default optimisations compared with the outputs without rounding.
         noise: the outputs of the file compared with the outputs without rounding: the cost of quantization.
-        restored_by: the setting with which ONNX Runtime gives the results without optimisations again.
+        restored_by: the setting with which ONNX Runtime loses no more than quantization does; or, if its default
+            session does not either, the setting that gives the results without optimisations.
         optimised_error: ONNX Runtime's message if it cannot load or run the file with its optimisations.
         uncovered: names of nodes that quantize but belong to no quantizer of the file, so they are not compared.
     """
@@ -388,13 +389,11 @@ class VerifyReport:
             return None
         if self.optimised_error is not None:
             return False
-        return all(not _is_lost(*pair) for pair in self._judged) if self._judged else None
+        return all(not is_lost(*pair) for pair in self._judged) if self._judged else None
 
     @property
     def _judged(self) -> list[tuple[OutputRow, OutputRow]]:
-        """The rows of `deployed` and `noise` in pairs, for each output that is a finite float without rounding."""
-        pairs = zip(self.deployed, self.noise, strict=False)
-        return [pair for pair in pairs if pair[0].eps and pair[0].elements and math.isfinite(pair[1].noise)]
+        return judged(self.deployed, self.noise)
 
     @property
     def passed(self) -> bool:
@@ -464,7 +463,7 @@ class VerifyReport:
         """Lines that compare the loss by ONNX Runtime's default session with that by quantization, and name a cure."""
         lines = []
         for row, noise in self._judged:
-            verdict = "NOT as deployed" if _is_lost(row, noise) else "as deployed"
+            verdict = "NOT as deployed" if is_lost(row, noise) else "as deployed"
             lines.append(
                 f"{verdict}: {row.name} has {row.sqnr:.1f} dB over the same without rounding in ONNX Runtime's default "
                 f"session, {noise.sqnr:.1f} dB without optimisations"
@@ -477,7 +476,13 @@ class VerifyReport:
         return lines
 
 
-def _is_lost(deployed: OutputRow, noise: OutputRow) -> bool:
+def judged(deployed: Sequence[OutputRow], noise: Sequence[OutputRow]) -> list[tuple[OutputRow, OutputRow]]:
+    """The rows in pairs, for each output that is a finite float without rounding."""
+    pairs = zip(deployed, noise, strict=False)
+    return [pair for pair in pairs if pair[0].eps and pair[0].elements and math.isfinite(pair[1].noise)]
+
+
+def is_lost(deployed: OutputRow, noise: OutputRow) -> bool:
     """Whether the default session's noise exceeds twice the noise of rounding to codes.
 
     If only some codes differ, the noise stays about the same. The bound is higher for outputs of few elements, whose

@@ -16,6 +16,7 @@ from fakequant.cli.commands import app
 from fakequant.export import exporter
 from fakequant.export.verdict import OutputRow, Row, VerifyReport, differing_bits
 from fakequant.nn import quantizers
+from tests.support.processor import why_sums_saturate
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -93,6 +94,7 @@ def test_nodes_that_nothing_compares_are_said() -> None:
 X = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
 IMAGE = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 BITS = 'SessionOptions.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")'
+SUMS = 'SessionOptions.add_session_config_entry("session.x64quantprecision", "1")'
 BIAS = 'InferenceSession(..., disabled_optimizers=["WeightBiasQuantization"])'
 
 Made = tuple[nn.Module, Tensor]
@@ -148,6 +150,14 @@ def head_alone_is_lost() -> Made:
     return calibrated(Heads(), "INT8_WEIGHT_ONLY", X), X
 
 
+def large_codes() -> Made:
+    """The largest codes of inputs and weights, whose products saturate where pairs are added in int16."""
+    model, x = nn.Sequential(nn.Linear(64, 8, bias=False)), X.abs().clamp(max=0.5)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([1.0, -1.0]).repeat(4)[:, None])
+    return calibrated(model, "INT8_AFFINE", x), x
+
+
 LOST = {
     "bits_of_linears": (lambda: linears("INT8_WEIGHT_ONLY"), BITS),
     "rounded": (lambda: rounded_linears("INT8_WEIGHT_ONLY"), BITS),
@@ -162,6 +172,7 @@ KEPT = {
     "dynamic_activations": (lambda: linears("INT8_PER_TOKEN"), BITS),
     "blocks_of_floats": (lambda: linears("MXFP4"), None),
 }
+(LOST if why_sums_saturate() else KEPT)["large_codes"] = (large_codes, SUMS if why_sums_saturate() else None)
 CASES = {name: (*case, False) for name, case in LOST.items()} | {name: (*case, True) for name, case in KEPT.items()}
 
 

@@ -15,6 +15,7 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, CalibrationWarning, CheckpointError, ConfigError, ExportError, ShapeError
 from fakequant.model.calibrate import boundaries_of
 from fakequant.nn import Kind, quantizers
+from tests.support.processor import needs_exact_sums
 
 TIMES = range(0, 1000, 50)
 
@@ -212,11 +213,12 @@ def test_threads_of_compiled_models_take_their_own_bins(part: str) -> None:
     torch._dynamo.reset()
     compiled: nn.Module = model
     if part == "layer":
-        model.last.compile(backend="eager", fullgraph=True)
+        model.last.compile(backend="eager")
     else:
-        whole = Whole(model) if part == "wrapper" else model
-        compiled = torch.compile(whole, backend="eager", fullgraph=True)
-    assert all(torch.equal(compiled(**batch), y) for batch, y in zip(given, wanted, strict=True))
+        compiled = torch.compile(Whole(model) if part == "wrapper" else model, backend="eager")
+    # Not fullgraph=True: torch 2.13 counts the compiled frames of all threads in one number, and raises at random.
+    with torch._dynamo.error_on_graph_break(True):
+        assert all(torch.equal(compiled(**batch), y) for batch, y in zip(given, wanted, strict=True))
     wrong: list[object] = []
 
     def run(place: int) -> None:
@@ -271,6 +273,7 @@ def test_other_methods_come_from_one_pass() -> None:
     assert torch.equal(model.first.input_quantizer.scale, calibrated().first.input_quantizer.scale)
 
 
+@needs_exact_sums()
 def test_integers_compute_the_same_codes() -> None:
     model = calibrated().requires_grad_(False)
     simulated = model(**batches()[7])

@@ -138,4 +138,4 @@ def test_attention_of_one_projection_is_exported(target: str, tmp_path: Path) ->
     model = fq.prepare(OneProjection().eval(), "INT8", example=x, target=target)
     fq.calibrate(model, [x])
     written = fq.export_onnx(model, x, tmp_path / "m.onnx", dynamic_shapes=({0: "batch", 1: "length"},))
-    assert fq.verify_onnx(written.path, model, [x, torch.randn(3, 7, 8)]).passed
+    assert fq.verify_onnx(written.path, model, [x, torch.randn(3, 7, 8)]).exact
