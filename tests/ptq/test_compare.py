@@ -146,7 +146,7 @@ def test_damaged_rows_are_refused(row: str, message: str, tmp_path: Path) -> Non
     compare(net(), batches(), Ways(["INT8"], steps=[None]), path=path)
     path.write_text(path.read_text() + row + "\n")
     for read in (lambda: compare(net(), batches(), ["INT8"], path=path), lambda: comparison_of(path)):
-        with pytest.raises(ConfigError, match=f"rows.jsonl is damaged in line 3: .*{message}.*; remove it"):
+        with pytest.raises(ConfigError, match=f"rows.jsonl is damaged in line 3: .*{message}.*; remove that line"):
             read()
 
 

@@ -1,7 +1,7 @@
 """Accuracy without training: ranges and codes of weights, chosen by the error of their layers' outputs.
 
-Every step reads the same sums over a layer's inputs, see `InputSums`. No layer ends with a larger error on the
-calibration data than by rounding to nearest.
+Every step reads the same sums over a layer's inputs x, above all of x x^T: `InputSums`. No layer ends with a larger
+error on the calibration data than by rounding to nearest.
 """
 
 from importlib import import_module

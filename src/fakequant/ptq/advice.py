@@ -46,7 +46,7 @@ from fakequant.text import html_result, table
 
 @dataclass(frozen=True)
 class Code:
-    """The settings by which `advise` makes models; `held`: the numbers of the batches that judge, [] for one batch."""
+    """The settings by which `advise` makes models; `held` numbers the batches that judge, [] for a single batch."""
 
     preparation: Preparation
     held: Sequence[int]
@@ -100,10 +100,10 @@ def _shown(value: Any, name: str) -> str:
 SAME_SIZE = 1.15
 """Models whose bytes differ by up to this factor are of one size: weights of 4 bits take 4.0 to 4.5 with scales."""
 _NO_HOPE = 25.0
-"""Decibels below the floor from which a size gets no trial but its presets, unless one is the best of all: other
-methods and `improve` gained at most 18 dB in the benchmarks."""
+"""A size whose presets are this many decibels below the floor gets no other trial, unless one of them is the best of
+all: other methods and `improve` gained at most 18 dB in the benchmarks."""
 _LITTLE = 3.0
-"""Decibels below the floor up to which "best" is tried: it takes 7 times as long as "fast" for up to 1.5 dB more."""
+"""Up to this many decibels below the floor, "best" is tried: it takes 7 times as long as "fast" for up to 1.5 dB."""
 _TWO = 2
 """How many presets of a size are tried with other methods, and with `improve`."""
 TIERS = ("presets", "calibration methods", 'improve "fast"', 'improve "best"')
@@ -111,7 +111,7 @@ TIERS = ("presets", "calibration methods", 'improve "fast"', 'improve "best"')
 
 
 class SizeClass(NamedTuple):
-    """Presets of one kind that give models of one size; `bytes`: of all parameters of the smallest model."""
+    """Presets of one kind that give models of one size; `bytes` counts all parameters of the smallest model."""
 
     bytes: int
     presets: tuple[str, ...]
@@ -212,7 +212,7 @@ class SearchOrder:
         return row.error < (CLEARLY if costs_more else 1.0) * best.error
 
     def _of(self, tier: int, size: SizeClass) -> list[Variant]:
-        """The variants of a tier for a size; those of later tiers vary the best results so far."""
+        """The variants of a tier for a size; variants of later tiers vary the best results so far."""
         if tier == 0:
             return [Variant(preset) for preset in size.presets]
         best = self.best_of(size.presets)
@@ -262,8 +262,8 @@ class Advice:
         rows: the variants that were tried.
         best: the answer: the best variant of the smallest size that meets the floor, or of all if none does.
         meets: whether the answer meets the floor.
-        floor: of the score.
-        unit: of the score, "dB" without a metric.
+        floor: the least score that is good enough.
+        unit: the unit of the score, "dB" without a metric.
         reason: why the answer was chosen, in a sentence or two.
         call: the code that makes the same model from the user's `model` and `batches`.
         target: the engine, "" without a target.
@@ -271,7 +271,7 @@ class Advice:
         judged: the batches that judged, as text.
         quantizers: the paths of the quantizers of the answer.
         folds: whether batch normalisations were folded first.
-        float_bytes: of the model in float.
+        float_bytes: the bytes of the model in float.
         interrupted: whether an interrupt ended the search.
         negated: whether scores are shown negated, because smaller is better.
     """

@@ -44,9 +44,9 @@ class Score:
 
     Attributes:
         loss: the squared error of the model's output if only this layer is quantized, as a share of its energy.
-        bits: of the weight with its scales; 0 where an earlier layer holds the same parameter.
+        bits: the bits of the weight with its scales; 0 where an earlier layer holds the same parameter.
         operations: bit operations of one pass over the first batch: multiply-accumulates times the bits of the weight
-            times those of the input, which are 32 where it stays in float.
+            times the bits of the input, 32 where it stays in float.
     """
 
     loss: float
@@ -61,8 +61,8 @@ class Allocation:
     Attributes:
         choices: the name of a preset by layer.
         loss: the predicted error of the model's output, as a share of its energy.
-        bits: of the weights of these layers, with their scales.
-        weights: how many weights these are.
+        bits: the bits of the weights of these layers, with their scales.
+        weights: how many weights these layers have.
         measured: the error of the model's output with these choices, as a share of its energy; None until `verify`.
         operations: bit operations of one pass over the first batch.
         products: multiply-accumulates of the same pass.
@@ -222,7 +222,7 @@ class Scores:
                 not count.
             size: the largest number of bytes of all parameters of the model, as `fakequant.summary` counts them: also
                 those that stay in float.
-            loss: the smallest size with at most this loss.
+            loss: the largest loss; the smallest mix with at most this loss is taken.
             operations: the largest mean of bit operations for a multiply-accumulate. It is 64 where weights and inputs
                 have 8 bits.
 
@@ -298,7 +298,7 @@ def divergence(model: nn.Module, batches: KeptBatches, axis: int | None = None) 
 
     Args:
         model: in float, in eval mode; its first floating output holds logits.
-        axis: of the classes; None for the last one of up to three.
+        axis: the axis of the classes; None: the last axis of up to three.
     """
     with torch.no_grad(), batches.one_pass(model):
         wanted = [_logits(batches.run(model, batch), axis) for batch in batches]
@@ -358,7 +358,7 @@ def arriving_errors(
 ) -> dict[tuple[str, str], Tensor]:
     """By layer and choice, the error of the output in random directions [samples]; its mean square is the loss.
 
-    The loss is a share of the output's energy, of several outputs the mean share.
+    The loss is a share of the output's energy; for several outputs it is the mean share.
 
     Raises:
         CalibrationError: an output holds NaN, or a gradient does (numbers the batch).
@@ -400,7 +400,7 @@ def _add_errors(
     parts: dict[tuple[str, str], list[Tensor]],
     drawn: tuple[int, Mapping[Place, float]],
 ) -> None:
-    """Append to `parts` the errors of one batch's outputs in random directions; `drawn`: seed, factors of outputs."""
+    """Append to `parts` a batch's errors of outputs in random directions; `drawn` is a seed and outputs' factors."""
     seed, weights = drawn
     calls: list[tuple[dict[tuple[str, str], Tensor], Tensor]] = []
 
@@ -656,14 +656,14 @@ def search(  # noqa: PLR0913  all but the first three by name
 
     Args:
         model: in float; it stays as it is.
-        batches: a few are enough. Every second one, up to eight, is held back, and the measured error is that on these;
-            the others calibrate and choose. A single one does both.
+        batches: a few are enough. Every second batch, up to eight, is held back to measure the error; the others
+            calibrate and choose. A single batch does both.
         choices: names of presets.
         bits: the largest number of bits per weight of the layers that get a preset, with scales; what stays in float
             does not count.
         size: the largest number of bytes of all parameters, as `fakequant.summary` counts them: also those that stay in
             float.
-        loss: the largest predicted error of the output, as a share of its energy; the smallest such mix is taken.
+        loss: the largest predicted error of the output, as a share of its energy; the smallest mix within it is taken.
         metric: called as metric(model), larger is better; only with `floor`.
         floor: the least metric; the smallest mix that keeps it is taken, by about ten measurements.
         inputs, forward, progress: as for `calibrate`.

@@ -81,7 +81,7 @@ class OutputCheck(OutputDistance):
     def keep(
         self, changes: Sequence[T], make: Callable[[Sequence[T]], R], restore: Restore
     ) -> tuple[R, list[tuple[T, str]]]:
-        """Make all changes if the output stays; otherwise try them one by one, and keep those that preserve it.
+        """Make all changes if the output stays; otherwise try each change alone, and keep what preserves the output.
 
         Returns the result of `make`, and each rejected change with the reason.
         """
@@ -109,7 +109,7 @@ class OutputCheck(OutputDistance):
 
 @dataclass(frozen=True)
 class FoldedScale:
-    """A row of `FoldedScales`: the scale of a layer's input, folded or kept.
+    """A row of `FoldedScales`: whether the scale of a layer's input was folded.
 
     Attributes:
         layer: the path of the layer.
@@ -143,7 +143,7 @@ def fold_scales(
 
     One run finds which layers read the output of which normalisation, by the identity of tensors; all these layers must
     have the same scale. Another run checks that the float function of the model stays: a layer keeps its scale if
-    folding would change the function, and any transform that is more than a scale. Ranges and codes stay.
+    folding would change the function; a transform that is more than a scale stays. Ranges and codes stay.
 
     Args:
         model: prepared, with channel scales such as `fakequant.ptq.improve` chooses.
@@ -258,7 +258,7 @@ _FORMS: tuple[_Form, ...] = (lambda weight, scale: weight * scale, lambda weight
 
 
 def _forms(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, _Form]:
-    """Map each normalisation to the one of `_FORMS` that scales its output; without such a form, omit it."""
+    """Map each normalisation to the item of `_FORMS` that scales its output; omit it if no item does."""
     calls, hooks, found = dict[nn.Module, tuple[LayerCall, Any]](), list[Any](), dict[nn.Module, _Form]()
 
     def see(maker: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -337,7 +337,7 @@ class EqualizedPair:
 
     Attributes:
         layer: the path of the layer that makes the channels.
-        readers: the paths of the layers that read them.
+        readers: the paths of the layers that read the channels.
         factor: the largest factor by which a channel is multiplied or divided.
         note: why the pair stays; "" where it has new scales.
     """
@@ -355,7 +355,7 @@ class Equalization:
     Attributes:
         before: the error of the quantized model's output, as a share of the output's energy, without new scales; of
             several outputs the mean share.
-        after: the same with new scales.
+        after: the same error with new scales.
         pairs: what happened to each pair.
     """
 
@@ -388,8 +388,8 @@ def equalize(
     convolutions, depthwise ones too, but no transposed ones. Between them are functions that keep scales, such as ReLU
     and pools. One run finds the pairs, by the identity of tensors.
 
-    A copy of the model is quantized before and after. If its output does not come closer to that of the float model,
-    nothing is changed. Equalizing helps where one scale serves a whole weight, or a whole activation.
+    A copy of the model is quantized before and after. If the copy's output does not come closer to the float model's,
+    the model is not changed. Equalizing helps where one scale serves a whole weight, or a whole activation.
 
     Args:
         model: a float model; call this after `fuse_batch_norm` and before `prepare`.

@@ -1,4 +1,4 @@
-"""Collect inputs of layers and sums over them, choose inputs and weights by these, and keep choices in a folder."""
+"""Collect inputs of layers and sums over them, choose ranges and weights by the sums, and keep choices in a folder."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class InputChoice(NamedTuple):
 
     @classmethod
     def of(cls, values: Mapping[str, Any], product: MatrixProduct) -> InputChoice:
-        """The choice of what `values` returned, on the device of a product's weight."""
+        """The inverse of `values`, on the device of a product's weight."""
         transform, params, left = None, values["input"], value_of(values["left"], "left", dict[str, float])
         if values["transform"] is not None:
             kind, options, state = values["transform"]
@@ -185,7 +185,7 @@ def remove_finished(folder: Path) -> None:
 
 
 def _is_whole(data: bytes) -> bool:
-    """Whether the content of a file begins with the digest of the rest, as those of `ChosenLayersFolder` do."""
+    """Whether the content of a file begins with the digest of the rest, as files of `ChosenLayersFolder` do."""
     return hashlib.sha256(data[_DIGEST:]).digest() == data[:_DIGEST]
 
 
@@ -240,7 +240,7 @@ class ChoicesForSiblings(NamedTuple):
     """Choices made ahead for layers that are expected to read the same inputs as an earlier layer.
 
     Attributes:
-        calls: of the earlier layer, by the number of the batch.
+        calls: the calls of the earlier layer, by the number of the batch.
         wanted: the calls of that layer in the float model; None where the float model did not run.
         choices: by the name of the layer; the same names in all processes.
     """
@@ -280,7 +280,7 @@ _WIDE = f'"damping" was left out: it has more than {WIDEST_HALVED:,} columns'
 
 
 class Collector:
-    """At each `Stage`, sums over the inputs of a layer, and then the choice for its input and its weight.
+    """Chooses the input and the weight of a layer at its `Stage`: the moment when all batches wait before the layer.
 
     Args:
         processes: choose weights together; the first alone chooses transforms and ranges of inputs.
@@ -416,7 +416,7 @@ class Collector:
             set_params(group, chosen.params)
 
     def _take_same_input(self, stage: Stage) -> list[MatrixProduct]:
-        """The layers that share the input of a stage; [] if it cannot be chosen, or was decided at an earlier stage."""
+        """The layers that share the input of a stage's layer; [] if it cannot be chosen, or was decided earlier."""
         layer, names = self._layers[stage.name], self._siblings.get(stage.name, [stage.name])
         if stage.name in self._with_input:
             return []
@@ -436,7 +436,7 @@ class Collector:
         return [self._layers[name] for name in alike]
 
     def sums(self, stage: Stage, wanted: Stage | None) -> Iterator[InputSums]:
-        """For each matrix of a weight, the sums over its quantized inputs."""
+        """For each matrix of a weight, the `InputSums` of its quantized inputs."""
         product, own = self._layers[stage.name], self.inputs(stage)
         seen: _ReadSums | None = None
         if self._last is not None:  # whether the last layer got the same inputs, and made the same rows of these
@@ -491,7 +491,7 @@ class Collector:
         yield self._with_drift(stage, calls, seen, found if is_whole else {})
 
     def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...]) -> _ReadSums:
-        """The sums over the input tensors at the places `reads`, without a drift."""
+        """The `InputSums` of the input tensors at the places `reads`, without a `Drift`."""
         product, firsts = self._layers[stage.name], [reads.index(read) for read in reads]
         seen = sum(call.rounded[reads[0]].numel() for call in calls) if reads else 0
         is_few = any(self._processes.all(seen < ENOUGH_ROWS * product.columns**2))
@@ -515,7 +515,7 @@ class Collector:
     def _with_drift(
         self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums, added: Mapping[int, Tensor]
     ) -> InputSums:
-        """The sums with the drift of rows by a weight; without a drift if the rows of the float model are unrelated."""
+        """The sums with the `Drift` of their rows; without a drift if the float model has unrelated rows."""
         product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
         weight = product.tensor.detach()
         groups, columns = product.groups * parts.count, product.columns // parts.count
@@ -584,11 +584,11 @@ class _Call(NamedTuple):
     rounded: Sequence[Tensor]
     """The quantized inputs."""
     floats: Sequence[Tensor] | None
-    """The inputs in the float model; None without a drift."""
+    """The inputs in the float model; None if no `Drift` is summed."""
 
 
 class _ReadSums(NamedTuple):
-    """The places of input tensors that groups of outputs read, and the sums over the rows of each."""
+    """The places of the input tensors that groups of outputs read, and the `InputSums` of each tensor."""
 
     reads: tuple[int, ...]
     sums: list[InputSums]

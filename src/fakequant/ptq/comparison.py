@@ -49,7 +49,7 @@ class Comparison:
     Attributes:
         rows: the largest metric first, without one the smallest error; then those that failed.
         float_metric: the metric of the model in float; None without one.
-        float_milliseconds: of one forward pass of the first batch by the model in float.
+        float_milliseconds: the time of one forward pass of the first batch by the model in float.
         metric: the name of the metric.
         negated: whether the metric is shown negated, because smaller is better.
     """
@@ -121,7 +121,7 @@ class Comparison:
         A line joins the rows of `curve`.
 
         Args:
-            path: of the file.
+            path: the file.
             over: "bits" per weight or "milliseconds".
 
         Raises:

@@ -27,8 +27,8 @@ def reestimate_batch_norm(
 ) -> list[str]:
     """Set the statistics of all batch normalisations to those of the quantized model.
 
-    They are the mean and the unbiased variance over all positions of all batches together, not a mean over batches.
-    Each normalisation is set before later ones run, so that their inputs are computed with final statistics.
+    The statistics are the mean and the unbiased variance over all positions of all batches together, not a mean over
+    batches. Each normalisation is set before later ones run, so that their inputs are computed with final statistics.
 
     Args:
         model: prepared and calibrated; its normalisations are not merged into convolutions.
@@ -88,7 +88,7 @@ def reestimate_batch_norm(
 
 
 class _Sums:
-    """The number of positions, and per channel their mean and their sum of squared distances from it, in float64."""
+    """The number of positions, and per channel the mean and the sum of squared distances from the mean, in float64."""
 
     def __init__(self, name: str) -> None:
         self._name = name

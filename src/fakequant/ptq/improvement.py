@@ -67,16 +67,17 @@ def improve(  # noqa: PLR0913  all but the first three by name
     Each layer is chosen for the inputs that the layers before it give with their chosen weights. The chosen values stay
     in the weights, and their scales are fixed, so that saving, exporting and training go on from them.
 
-    The sums over a layer's inputs are some matrices of float64 with a row and a column for each of its columns
-    (`in * kh * kw` of a convolution). A convolution with more than 4,608 of them is taken in parts of its channels:
-    their matrices take 32 MB together, and their errors count as independent, which a remark says.
+    The sums over a layer's inputs are some matrices of float64 with a row and a column for each column of its weight
+    matrix (`in * kh * kw` of a convolution). A convolution with more than 4,608 columns is taken in parts of its
+    channels: the matrices of all parts take 32 MB, and the errors of the parts count as independent, which a remark
+    says.
 
     All batches run three times, however many layers there are, and side by side while layers are chosen: see
     `fakequant.ptq.stream`. A model that keeps values from batch to batch, or draws random numbers, reads the same
     values and numbers in each run. The first two batches run once more, to check that outputs are the same side by
     side, and the batches that judge run once more. Where no batch judges, as with `judge=[]` or a single batch, up to
-    four batches run three times more; a `checkpoint` runs the first batch once more. The step "drift" is left out for
-    a layer that a batch calls several times, and for all later layers.
+    four batches run three times more; a `checkpoint` runs the first batch once more. The step "drift", which corrects
+    the errors of earlier layers, is left out for a layer that a batch calls several times, and for all later layers.
 
     Of two batches or more, the second of every eight is held back to judge: if the error of the model's output on these
     batches does not fall by more than chance explains, choices are undone, except in layers whose choice lowers the
@@ -95,12 +96,12 @@ def improve(  # noqa: PLR0913  all but the first three by name
             processes take the mean. A choice that lowers the metric is undone, also without batches that judge; where
             the metric stays, the error of the output decides. It should not use the data of the last evaluation.
         group: the processes of torch.distributed that choose together, each with its own batches, as for `calibrate`.
-            The sums are those of all batches, and all processes get the same weights. The first process chooses for
+            Inputs of all batches are summed, and all processes get the same weights. The first process chooses for
             the inputs (`smooth`, `rotate`, `input`), by its own batches.
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
-        The error of the model's output on batches that were held back, before and after, and those of all layers.
+        The error of the model's output on batches that were held back, before and after, and the errors of all layers.
         Layers without a weight matrix, with a shared weight, or whose choice was undone, are listed with the reason.
 
     Raises:
@@ -298,7 +299,7 @@ def _with_drift(recorded: CallOrder, processes: Ranks) -> tuple[list[str], list[
 
 
 def _digests(weights: Mapping[str, Product], processes: Ranks) -> dict[str, str]:
-    """By path of a quantizer, the digest of its weight and format; {} for a single process."""
+    """The digest of each weight and its format, by the path of the quantizer; {} for a single process."""
     if processes.group is None:
         return {}
     return {path: digest([str(own.quantizer.spec), own.parameter]) for path, own in weights.items()}

@@ -64,7 +64,7 @@ class _Measured(NamedTuple):
     """What a judge measures of a model.
 
     Attributes:
-        distance: of the model's output from the float model's; None where it cannot be measured.
+        distance: how far the model's output is from the float model's; None where it cannot be measured.
         rows: the error of each row of all processes [rows].
         score: the user's metric; None without a metric.
     """
@@ -193,13 +193,13 @@ class LayerResult:
     """The error of a layer's output before and after the choice of its weight.
 
     Attributes:
-        layer: its path.
+        layer: the path of the layer.
         before: the error of its output by rounding to nearest, as a share of the output's energy.
-        after: the same by the chosen ranges and codes.
-        steps: the error after each step, by its name. Of "smooth", "rotate" and "input": the share of the error that
-            is left after the step, for the first of the layers that read the input. Of "bias": the error of the
-            nearest values with a bias that corrects the mean error; later steps have such a bias, too. "drift" has no
-            entry: it changes the target of "gptq" and the other solvers.
+        after: the same error by the chosen ranges and codes.
+        steps: the error after each step, by its name. For "smooth", "rotate" and "input", it is the share of the error
+            that is left after the step, for the first of the layers that read the input. For "bias", it is the error of
+            the nearest values with a bias that corrects the mean error; later steps have such a bias, too. "drift" has
+            no entry: it changes the target of "gptq" and the other solvers.
         note: why no values were chosen; "" otherwise.
         remarks: notes on how the values were chosen.
     """
@@ -238,14 +238,14 @@ class Improvement:
         layers: a result for each layer.
         before: the error of the model's output on the batches that judge, as a share of its energy, of several outputs
             the mean share; None where it was not measured.
-        after: the same with the chosen values.
+        after: the same error with the chosen values.
         notes: what else was decided, as sentences.
         judged: on which batches the error of the model's output was measured, as text.
         is_judged: whether the values were chosen without those batches.
         worst: of several outputs the one with the largest error, as text.
         metric: the name of the metric that judged; "" without a metric.
         metric_before, metric_after: the values of the metric; None without a metric.
-        path: of the result of `improve_folder`; None for `improve`, and in all processes but the first.
+        path: the path of the result of `improve_folder`; None for `improve`, and in all processes but the first.
     """
 
     layers: list[LayerResult] = field(default_factory=list)
@@ -292,7 +292,7 @@ class Improvement:
 
     @property
     def conclusions(self) -> list[str]:
-        """The error of the model's output, what is left of the errors of layers, and the notes, a sentence each."""
+        """One sentence for the error of the model's output, one for the layers' errors that are left, and the notes."""
         line = f"layers: {self.remaining_error_of_layers:.0%} of the error of rounding to nearest is left"
         if stay := [(found.layer, [found.note]) for found in self.layers if found.note]:
             reasons = "; ".join(f"{names} ({note})" for note, names in _layers_by(stay).items())

@@ -91,7 +91,7 @@ def unknown_gain(name: str | None, presets: Iterable[str]) -> str:
 
 
 _MOST = 0.5
-"""A method counts as used if it reproduces this share of the weights' scales: some were raised later, to fit biases."""
+"""A method counts as used if it reproduces this share of the weights' scales: some grew later, to fit biases."""
 
 
 def static_inputs(model: nn.Module) -> dict[str, Quantizer]:
@@ -171,14 +171,14 @@ def _scale(calibrator: Calibrator) -> Tensor:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The preset that made all quantized layers of a model; `skip`: the float layers that the preset would quantize."""
+    """The preset that made all quantized layers of a model; `skip` lists float layers that it would quantize."""
 
     preset: Config
     skip: tuple[str, ...] = ()
 
     @property
     def relatives(self) -> list[Config]:
-        """Other presets with as many bits: those with the same weights and other inputs, then rivals of these."""
+        """Other presets with as many bits: first those with the same weights, then `rivals` of any of these."""
         own = self.preset.layer_rules[0]
         rules = {one: rule for one in presets().values() if _bits(rule := one.layer_rules[0]) == _bits(own)}
         same = [one for one, rule in rules.items() if rule.weight == own.weight and rule.input != own.input]
@@ -186,7 +186,7 @@ class Provenance:
         return [*same, *(one for one, rule in rules.items() if rule.weight != own.weight and one.name in names)]
 
     def code(self, preset: Config | None = None, skip: tuple[str, ...] = (), model: str = "float_model") -> str:
-        """The code of a call of `prepare` by this preset or another; `skip`: further layers that stay in float."""
+        """The code of a call of `prepare` by this preset or another; `skip` lists more layers that stay in float."""
         name, left = (preset or self.preset).name.lower(), [*self.skip, *skip]
         return f'model = fq.prepare({model}, "{name}"{f", skip={left}" if left else ""})'
 
@@ -251,7 +251,7 @@ def requantize_layer(layer: QuantizedLayer, rule: Rule, path: str) -> None:
 NO_SIGNAL = 0.5
 """The share of the output's energy from which an error leaves no signal to speak of: 3 dB."""
 LITTLE = 1e-3
-"""The share below which an error is little: 30 dB."""
+"""The share below which an error is small: 30 dB."""
 _LARGE, _WIDER = 1 / 3, 1.5
 """A layer is tried with fewer bits if it has this share of the bytes, and this multiple of the others' mean bits."""
 _NAMES = {
@@ -259,7 +259,7 @@ _NAMES = {
     "config": "what prepare got",
     "example": "one input of the model, or a tuple or dict of inputs",
 }
-"""What the names in code stand for that the user defines."""
+"""What the names in printed code stand for; the user defines them."""
 _MUCH = 0.5
 """If a change leaves less than this share of the error, changes that take longer are not tried."""
 _WORST = 2
@@ -275,7 +275,7 @@ class AdviceContext:
 
     Args:
         lost: the share of the float model's metric that the model lost; None without a metric.
-        worst: paths of its layers, the one that hurts the output most first.
+        worst: paths of the model's layers, first the layer that hurts the output most.
         metric: called as metric(model), larger is better.
         score: the metric of the model.
         improved: whether `improve` already chose the weights.
@@ -366,7 +366,7 @@ class _Changes:
     known: AdviceContext
     made_by: Provenance | None = field(init=False)
     fresh: bool = field(init=False)
-    """Whether `prepare` and `calibrate` alone made the model, so that calls of these can make it with a change."""
+    """Whether `prepare` and `calibrate` alone made the model, so that calling both again can make it with a change."""
     method: str | None = field(init=False)
     """The method by which `calibrate` found the ranges of the inputs; None if there are none, or it is not known."""
     has_example: bool = field(init=False)
@@ -406,8 +406,9 @@ class _Changes:
 
             def refuse(_: KeptBatches) -> None:
                 raise ConfigError(
-                    "not tried: by the calibration data that the model keeps, no single method made all ranges, so "
-                    "that methods cannot be compared; call fq.calibrate(model, batches, method), and report again"
+                    "not tried: no single method of calibration gives the ranges of all inputs, so that methods "
+                    "cannot be compared; call fq.calibrate(model, batches, 'mse'), or with another method, and report "
+                    "again"
                 )
 
             yield Change("Calibrate the inputs by another method", "", refuse)

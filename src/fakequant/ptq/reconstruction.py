@@ -62,7 +62,7 @@ def learnable_weights(block: nn.Module, fixed: frozenset[nn.Parameter] = frozens
 
 
 class LearnedWeight:
-    """A weight with learned rounding and learned factors of ranges; `mode`: how rounding is learned, None: nearest."""
+    """A weight with learned rounding and learned factors of ranges; `mode` says how it is rounded, None: to nearest."""
 
     def __init__(self, weight: Product, mode: Literal["offset", "relaxed"] | None) -> None:
         parameter = weight.parameter
@@ -109,7 +109,7 @@ class LearnedWeight:
             return self._rounded(self._weight + self.rounding * self._gap, self.params()).to(self._dtype)
 
     def soft(self) -> Tensor:
-        """The values for training: `hard` with straight-through gradients; if relaxed, values between grid values."""
+        """The values for training: `hard` with straight-through gradients, or, if relaxed, values between two codes."""
         if self._mode == "relaxed":
             return (self._low + self._share() * self._gap).to(self._dtype)
         x, params = self._weight + self.rounding * self._gap, self.params()
@@ -128,7 +128,7 @@ class LearnedWeight:
         return (self.rounding.sigmoid() * (_HIGH - _LOW) + _LOW).clamp(0, 1)
 
     def undecided(self, progress: float) -> Tensor:
-        """AdaRound's regularizer: how many values are not on the grid, more sharply as the power falls from 20 to 2."""
+        """AdaRound's regularizer: it counts values between two codes, more sharply as the power falls from 20 to 2."""
         if progress < 0.2:
             return self.rounding.new_zeros(())
         power = 2 + 18 * (1 - (progress - 0.2) / 0.8)
@@ -165,7 +165,7 @@ class Preset:
 
     def __post_init__(self) -> None:
         if self.rounding == "relaxed" and self.ranges:
-            raise ConfigError('a preset with rounding="relaxed" goes up or down on a fixed grid; leave ranges at 0.0')
+            raise ConfigError('a preset with rounding="relaxed" rounds up or down by fixed scales; leave ranges at 0.0')
 
 
 PRESETS = {
@@ -208,7 +208,7 @@ def reconstruct_block(
         targets: for each call the first float tensor of the output that is wanted.
         preset: one of `PRESETS`, or one of your own.
         iterations: how many steps.
-        seed: of the order.
+        seed: the seed of the order.
         fixed: parameters that must stay as they are.
 
     Returns:
@@ -391,9 +391,9 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
 ) -> Improvement:
     """Learn rounding, ranges or input scales block after block, by the error of each block's output.
 
-    The wanted output of a block is that of the float model. Its inputs are those of the quantized model, whose earlier
-    blocks have their learned values. The values stay in the weights with fixed scales. If a batch
-    calls a block several times, this block and all later ones learn the output of the float block for quantized inputs.
+    A block learns the output that the float model's block gives. Its inputs are those of the quantized model, in which
+    earlier blocks have their learned values. The values stay in the weights with fixed scales. If a batch calls a block
+    several times, this block and all later ones learn the output of the float block for quantized inputs.
 
     Args:
         model: prepared, and calibrated if its inputs are quantized.
@@ -403,13 +403,13 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         iterations: for each block; one takes one batch.
         inputs, forward: as for `calibrate`.
         judge: batches that only judge the result, as for `improve`.
-        seed: of the order of batches.
+        seed: the seed of the order of batches.
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
-        The error of the model's output before and after, and those of the blocks. What was learned is undone where the
-            error on the batches that judge does not fall, as by `improve`. Weights with other readers stay as they are;
-            a line names them.
+        The error of the model's output before and after, and the errors of the blocks. What was learned is undone where
+            the error on the batches that judge does not fall, as by `improve`. Weights with other readers stay as they
+            are; a line names them.
 
     Raises:
         ConfigError: an unknown preset or block, blocks inside of others, or a model without quantized weights.
@@ -539,7 +539,8 @@ def _targets(
 
     outputs = in_float(lambda: [called(call) for call in calls])
     if without := [output for output in outputs if not float_tensors(output)]:
-        raise ConfigError(f"the block {name!r} returns a {type(without[0]).__name__} without a float tensor")
+        what = f"returns a {type(without[0]).__name__} without a float tensor"
+        raise ConfigError(f"the block {name!r} {what}; leave it out of blocks=")
     return [float_tensors(output)[0] for output in outputs]
 
 

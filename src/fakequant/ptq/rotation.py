@@ -28,7 +28,7 @@ from fakequant.text import listed, table
 
 @dataclass(eq=False)
 class Residual:
-    """A residual stream: tensors with the same channels, which are sums of the results of its makers.
+    """A residual stream: tensors with the same channels, which are sums of the results of some modules, its makers.
 
     Attributes:
         makers: linear layers, convolutions, embeddings and parameters whose results are added up.
@@ -282,10 +282,11 @@ def rotate(
 ) -> Rotations:
     """Rotate the residual streams and the heads of attention of a float model, in place (QuaRot, arXiv 2404.00456).
 
-    The layers that make the values are multiplied by an orthogonal matrix, and those that read them by its inverse. The
-    function of the model stays, which a run with the batch checks, and large channels are spread over all. One run
-    finds the layers, by the identity of tensors. The weight and bias of a normalisation go into the layers behind it.
-    A LayerNorm becomes a torch.nn.RMSNorm: the layers before it take over its subtraction of the mean.
+    The weights of the layers that make the values are multiplied by an orthogonal matrix, and the weights of the layers
+    that read them by its inverse. The function of the model stays, which a run with the batch checks, and large
+    channels are spread over all. One run finds the layers, by the identity of tensors. The weight and bias of a
+    normalisation go into the layers behind it. A LayerNorm becomes a torch.nn.RMSNorm: the layers before it take over
+    its subtraction of the mean.
 
     Args:
         model: a float model; call this before `prepare`.
@@ -433,7 +434,7 @@ def _turn(parameters: Iterable[tuple[nn.Parameter, int]], matrix: Tensor) -> Non
 
 
 class _WidthError(Exception):
-    """A maker with another number of channels than the rotation."""
+    """A module that makes values (a maker) has another number of channels than the rotation."""
 
     def __init__(self, maker: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -457,7 +458,7 @@ def rotation_of(width: int, kind: str, generator: torch.Generator) -> Tensor:
 
 
 def _made_by(makers: Iterable[nn.Module | nn.Parameter], width: int) -> list[tuple[nn.Parameter, int]]:
-    """The parameters of makers, each with its axis of channels; a _WidthError if a maker has other channels."""
+    """Each parameter of the makers of a stream with its axis of channels; a _WidthError for another width."""
     found: list[tuple[nn.Parameter, int]] = []
     for maker in makers:
         if isinstance(maker, nn.Parameter):
@@ -473,7 +474,7 @@ def _made_by(makers: Iterable[nn.Module | nn.Parameter], width: int) -> list[tup
 
 
 class _Form(NamedTuple):
-    """A normalisation's gain and shift, applied after it divides each row by its size."""
+    """The gain and the shift that a normalisation applies to each channel of the normalised rows."""
 
     gain: Tensor
     """The factor of each channel, float64."""
@@ -483,9 +484,9 @@ class _Form(NamedTuple):
 
 
 def _form_of(norm: nn.Module, width: int) -> _Form | None:
-    """The form of a normalisation; None for another width, or if at gain 1 it does not commute with rotations.
+    """The form of a normalisation; None for another width, or if it does not commute with rotations at gain 1.
 
-    A LayerNorm commutes with them if the mean of its input is 0. Other classes are tried with random inputs.
+    A LayerNorm commutes with rotations if the mean of its input is 0. Other classes are tried with random inputs.
     """
     weight, bias = cast("nn.Parameter", norm.weight), norm._parameters.get("bias")
     gain = weight.detach().double().clone()

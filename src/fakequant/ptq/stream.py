@@ -1,9 +1,9 @@
 """Run a model once over all batches, and stop it before each layer: no blocks to find, no tracing, linear time.
 
 Every batch runs in a thread of its own, and one thread runs at a time. A thread waits before the last call of a layer
-until the others are there too. Then the inputs that the layer gets from all batches are known, the caller changes the
-layer, and the threads go on from where they are. Without threads each layer would need a run from the start, or
-kept inputs of its block, which must be found first.
+until the others are there too: this is a stage. Then the inputs that the layer gets from all batches are known, the
+caller changes the layer, and the threads go on from where they are. Without threads each layer would need a run from
+the start, or kept inputs of its block, which must be found first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LayerCall(NamedTuple):
     """The arguments of one call of a layer.
 
     Attributes:
-        writes: the in-place writes into the first argument before the call; None where torch does not count them.
+        writes: how often the first argument was written in place before the call; None where torch does not count.
         autocast: the device type and the dtype of autocast around the call; None where it is off.
         bins: by value that chooses ranges, such as a timestep, the bins of this call.
     """
@@ -102,7 +102,7 @@ class ResidualInput(NamedTuple):
 
 
 def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str, ResidualInput]:
-    """By layer, the place where the run shows the value, of the same shape, to which the layer's result is added.
+    """For each layer whose result is added to a value of the same shape, where the run shows that value.
 
     Args:
         layers: the paths of modules, by the names of layers.
@@ -158,7 +158,7 @@ def _added_to(recording: Recording, value: int) -> int | None:
 def operands_seen(
     model: nn.Module, operands: Mapping[str, ResidualInput], see: Callable[[str, Tensor], object]
 ) -> Iterator[None]:
-    """A context in which `see` is called with the name of a layer and the value of its operand in `operands`."""
+    """A context in which `see` is called with a layer's name and the value to which the layer's result is added."""
     hooks = []
 
     def show(names: Iterable[str], values: Any) -> None:
@@ -237,7 +237,7 @@ class CallOrder:
         )
 
     def parts(self, processes: Ranks) -> tuple[list[str], list[str]]:
-        """The layers, in order, before the first layer that a batch calls several times, and those from it on.
+        """The layers in order, in two lists: the second begins with the first layer that a batch calls several times.
 
         A layer is changed before its last call. So its earlier calls, and all values that depend on them, were made
         without the change.
@@ -324,7 +324,7 @@ class Stage(NamedTuple):
     """A layer before which all batches that reach it have stopped.
 
     Attributes:
-        name: of the layer, a key of the `layers` of the stream.
+        name: the name of the layer, a key of the `layers` of the stream.
         calls: by the number of the batch, the calls of the layer so far; the last one has not run yet.
         is_first: whether this is the layer's first stage; a batch with another order of calls reaches a later one.
         added: by the number of the batch, the value to which the result of the layer is added.

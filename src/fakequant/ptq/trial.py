@@ -108,13 +108,13 @@ class Compared:
 
 
 def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
-    """The rows of a file of `compare`; `lines`: those after the header. A ConfigError for a damaged line."""
+    """The rows of a file of `compare`; `lines` follow the header. A ConfigError for a damaged line."""
     rows = []
     for number, line in enumerate(lines, 2):
         try:
             rows.append(value_of(json.loads(line), "the row", Compared))
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is damaged in line {number}: {error}; remove it") from error
+            raise ConfigError(f"{path} is damaged in line {number}: {error}; remove that line") from error
     return rows
 
 
@@ -131,8 +131,8 @@ def kept_rows(file: Path, fingerprint: str, *, negated: bool = False) -> dict[Va
             return {}
     if lines[0].strip() != header:
         raise ConfigError(
-            f"{file} is no comparison of this model and these batches with this metric=, inputs= and forward=; give "
-            "another path, or remove it"
+            f"{file} is no comparison of this model, these batches, and this metric=, inputs= and forward=; give "
+            "another path, or remove the file"
         )
     if not lines[-1].endswith("\n"):
         lines.pop()
@@ -208,7 +208,7 @@ LAYERS_ALONE = Preparation()
 
 
 class Trials:
-    """Quantized copies of a float model, made by some batches and judged by others; `times`: time a forward pass."""
+    """Quantized copies of a float model, made by some batches and judged by others; `times` asks for forward times."""
 
     def __init__(
         self,

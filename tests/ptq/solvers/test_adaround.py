@@ -85,7 +85,7 @@ def test_a_row_that_nothing_excites_keeps_its_start() -> None:
 
 def test_what_is_refused() -> None:
     weight, moments, grid, _, _ = problem("int4 channel")
-    with pytest.raises(CalibrationError, match="sums of inputs are not finite"):
+    with pytest.raises(CalibrationError, match=r"the sum of x x\^T over the layer's inputs x is not finite"):
         adaround(weight, moments * torch.nan, grid, weight)
     with pytest.raises(ConfigError, match="iterations=0: adaround needs at least 1"):
         adaround(weight, moments, grid, weight, 0)

@@ -38,7 +38,7 @@ class Choice(NamedTuple):
 
     Attributes:
         rows: the number of rows that chose each matrix.
-        with_drift: whether the sums of all matrices had a drift.
+        with_drift: whether the `InputSums` of all matrices had a `Drift`.
     """
 
     params: QParams
@@ -55,11 +55,11 @@ def choose(
     """The values of a weight with the smallest error, which is never larger than by rounding to nearest.
 
     Args:
-        sums: for each matrix of the weight, the sums over its input rows. A matrix without rows is rounded to
+        sums: for each matrix of the weight, the `InputSums` of its rows. A matrix without rows is rounded to
             nearest.
 
     Raises:
-        CalibrationError: the sums have no solution (names the layer).
+        CalibrationError: the sum of x x^T is not finite, or not positive semidefinite (names the layer).
     """
 
     def solve(given: tuple[Matrix, InputSums], _: Ranks) -> Choice:
@@ -151,7 +151,7 @@ class _Tried:
     """The result of a step, and the error of its values, summed over parts of the outputs.
 
     Attributes:
-        values: a function: the values of a slice of outputs, computed again where that is fast.
+        values: returns the values of a slice of outputs; it computes them again where that is fast.
         missed: `Problem.missed_mean` of each part; empty without a bias.
     """
 
@@ -163,7 +163,7 @@ class _Tried:
 
 
 class _Part(NamedTuple):
-    """The arguments of a solver: the problem and the grid of one group of a layer."""
+    """The arguments of a solver: the `Problem` and the `WeightGrid` of one group of a layer."""
 
     problem: Problem
     group: int
@@ -232,13 +232,13 @@ def _is_few(sums: InputSums) -> bool:
 
 
 class _HeldOut:
-    """Judges values that one half of the rows chose by their error on the other half, for both halves.
+    """Judges the values that each half of the rows chose, by their error on the other half.
 
     Half of the rows have twice the noise, so that they get twice the damping. A few outputs are enough to judge.
 
     Args:
-        nearest: the grid of the quantizer's present scales.
-        ranges: for each half of the rows, the grid of searched ranges.
+        nearest: the `WeightGrid` of the quantizer's present scales.
+        ranges: for each half of the rows, the `WeightGrid` of searched ranges.
     """
 
     def __init__(self, weight: Tensor, sums: InputSums, nearest: WeightGrid, ranges: Sequence[WeightGrid]) -> None:
@@ -313,7 +313,7 @@ def write(name: str, product: MatrixProduct, choice: Choice) -> None:
     codes = library.quantize(values, choice.params, spec)
     if not torch.equal(library.dequantize(codes, choice.params, spec, values.dtype), values):
         raise CalibrationError(
-            f"{module_name(name)}: its quantizer changes values that it gave, {spec} in {values.dtype}; "
+            f"{module_name(name)}: its quantizer changes values that it rounded, {spec} in {values.dtype}; "
             "convert the model to float32 first"
         )
     product.fix_codes(codes, choice.params)

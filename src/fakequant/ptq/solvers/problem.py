@@ -5,8 +5,8 @@ The steps of `improve` that round: codes of a weight matrix that lower the error
 in every iteration. The loss of a linear layer is a function of the sum H of x x^T alone, so that an iteration is one
 product of matrices here, all inputs count in it, and no order is drawn.
 
-All minimise tr(E H E^T) + 2 tr(P E^T), E = W - Q, over the values Q of a grid, where H is the sum of x x^T over the
-inputs, and P what their drift adds: see `Problem`.
+All minimise tr(E H E^T) + 2 tr(P E^T), E = W - Q, over the values Q that the scales allow (a grid). H is the sum of
+x x^T over the inputs x (their moments), and P what the drift of the inputs adds, see `Problem`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BITS = 33  # steps of a bisection over all float32 numbers
 
 
 class WeightGrid:
-    """The grid of a weight [out, ...]: the values that it can take by fixed scales, as a matrix [out, columns].
+    """The grid of a weight [out, ...]: the values that it can have by fixed scales, as a matrix [out, columns].
 
     Each column is quantized by the package's own operator with the scales of its elements, so that formats and
     granularities need no cases.
@@ -164,6 +164,7 @@ def _in_order(places: Tensor) -> Tensor:
     return torch.where(places < 0, -(2**31) - places, places).to(torch.int32).view(torch.float32)
 
 
+_NOT_FINITE = "the sum of x x^T over the layer's inputs x is not finite; leave out batches with very large inputs"
 DAMPING = 0.05
 """The damping that serves most models: see docs/notes/improve.md."""
 _PRIOR = 0.5
@@ -175,11 +176,11 @@ _LADDER = (1.0, 10.0, 100.0, 1000.0)  # multiples of the damping, tried until a 
 
 
 class Problem:
-    """A weight matrix W, and the sums over the inputs x of its layer.
+    """A weight matrix W, and the `InputSums` of its layer's inputs x.
 
-    The error of values Q is the sum of |W (x + d) - Q x|^2, where d is the drift of x: with E = W - Q and y = W d,
-    tr(E H E^T) + 2 tr(P E^T) + sum |y|^2, H the moments of x and P the sum of y x^T. Without a drift only the first
-    term is there.
+    The error of values Q is the sum of |W (x + d) - Q x|^2, where the drift d is the float model's input less x: with E
+    = W - Q and y = W d, it is tr(E H E^T) + 2 tr(P E^T) + sum |y|^2, where H, the moments, is the sum of x x^T, and P
+    the sum of y x^T. Without a drift only the first term is there.
 
     Args:
         damping: what solvers add to the diagonal of the moments, as a share of its mean; None: by the number of rows.
@@ -285,8 +286,8 @@ def damped_factor(moments: Tensor, damping: float) -> tuple[Tensor, Tensor]:
 
     Args:
         moments: float64 or float32; their upper half is read.
-        damping: added to the diagonal, as a share of its mean, more where it fails; a diagonal value of 0 is replaced
-            by the mean.
+        damping: what is added to the diagonal, as a share of its mean; more if the factor does not exist. A diagonal
+            value of 0 is replaced by the mean.
 
     Raises:
         CalibrationError: the moments are not finite, or not positive semidefinite.
@@ -294,14 +295,17 @@ def damped_factor(moments: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     diagonal = moments.diagonal()
     # A sum is finite only where all values are, and takes no matrix of its own.
     if not bool(moments.sum().isfinite()):
-        raise CalibrationError("the sums of inputs are not finite")
+        raise CalibrationError(_NOT_FINITE)
     mean = diagonal.mean().clamp(min=torch.finfo(moments.dtype).tiny)
     for step in _LADDER:
         damped, added = moments.clone(), step * damping * mean + (diagonal <= 0) * mean
         damped.diagonal().add_(added)
         if factored(damped.mT):
             return damped.mT, added
-    raise CalibrationError("the sums of inputs are not positive semidefinite")
+    raise CalibrationError(
+        "the sum of x x^T over the layer's inputs x is not positive semidefinite for any damping; leave out batches "
+        "with very large inputs"
+    )
 
 
 def factored(matrix: Tensor) -> bool:
@@ -353,7 +357,7 @@ def ordered(moments: Tensor, unit: Tensor, order: Tensor) -> Tensor:
 
 
 def _inner(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of products of two tensors, in float64: first of each row, then of all, so that chunks change no bit."""
+    """The sum of elementwise products of two tensors, in float64: first in rows, so that chunks change no bit."""
     size = max(library.at_once(one) // max(one.shape[-1], 1), 1)
     pairs = zip(one.flatten(0, -2).split(size), other.flatten(0, -2).split(size), strict=True)
     rows = [(x * y).sum(-1, dtype=torch.float64) for x, y in pairs]
@@ -364,11 +368,11 @@ _BLOCK = 128  # columns whose errors are carried over to the other columns at on
 
 
 class Ordered(NamedTuple):
-    """Damped moments L L^T of columns in reverse order, for `gptq`.
+    """The factor L of damped moments L L^T, with columns in reverse order, for `gptq`.
 
     Attributes:
         factor: L, float32.
-        added: what the damping added to the diagonal.
+        added: the values that the damping added to the diagonal.
     """
 
     order: Tensor
@@ -393,9 +397,9 @@ def gptq(
     Args:
         target: the matrix W.
         moments: H, float64 [columns, columns].
-        grid: of the matrix.
+        grid: the values that the matrix can have.
         damping: added to the diagonal, as a share of its mean.
-        pull: P [out, columns], float64.
+        pull: P, what the drift adds, [out, columns], float64.
 
     Raises:
         CalibrationError: the moments are not finite, or not positive semidefinite.
@@ -453,9 +457,9 @@ def descend(
         target: the matrix W [out, columns].
         chosen: values of the grid.
         moments: H, float64 [columns, columns].
-        grid: of the matrix.
+        grid: the values that the matrix can have.
         passes: how many times each column is chosen.
-        pull: P [out, columns], float64.
+        pull: P, what the drift adds, [out, columns], float64.
     """
     # [columns, out], so that the values of a column lie together. What the steps of a block change in the slopes of
     # others is added when all are taken: one product in place of one update of the whole matrix per column.
@@ -509,12 +513,12 @@ def adaround(
     Args:
         target: the matrix T.
         moments: H, float64 [columns, columns].
-        grid: of the matrix.
+        grid: the values that the matrix can have.
         start: values of the grid, such as the nearest or those of `gptq`. A value that is further from the target than
             its neighbours is learned between itself and the next value towards the target.
-        iterations: of Adam.
-        rate: its learning rate.
-        weight: of the regularizer.
+        iterations: the steps of Adam.
+        rate: the learning rate of Adam.
+        weight: the weight of the regularizer.
 
     Returns:
         Values with a loss that is not larger than that of `start`, row by row.
@@ -532,7 +536,7 @@ def adaround(
     if iterations < 1:
         raise ConfigError(f"iterations={iterations}: adaround needs at least 1 iteration")
     if not bool(moments.isfinite().all()):
-        raise CalibrationError("the sums of inputs are not finite")
+        raise CalibrationError(_NOT_FINITE)
     before = _losses(start, target, moments)
     wanted, first = target.float(), start.float()
     low, high = grid.neighbours(wanted)

@@ -1,4 +1,4 @@
-"""Sums over the inputs of a layer, from which the error of its output follows for any change of its weight."""
+"""Sums over the inputs x of a layer, such as x x^T, which tell its output's error for any change of its weight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOISE = 1e-6
 """A variance below this share of the mean square comes from the rounding of float32 products."""
 
 MOST_DRIFT = 0.5
-"""A drift is used up to this variance, as a share of the variance of the rows; between unrelated rows it is 2."""
+"""A `Drift` is used up to this variance, as a share of the variance of the rows; between unrelated rows it is 2."""
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Drift:
 
 
 class InputSums:
-    """Sums over the rows that a layer multiplies with the rows of its weight matrix.
+    """Sums over the rows x that a layer multiplies with the rows of its weight matrix.
 
     Attributes:
         total: the sum of x, float64 [groups, columns].
@@ -227,7 +227,7 @@ class InputSums:
 
 
 class HalvedSums:
-    """Adds rows to the sums over all rows, or to those over two halves of the rows.
+    """Adds rows to the sums over all rows, or to the sums over two halves of the rows.
 
     The first rows of each `add` go to the first half and the last rows to the second: other examples of a batch. A row
     in the middle goes to the first half if its number of positive values is odd, whichever process adds the row.
@@ -271,7 +271,7 @@ class HalvedSums:
         return [(part, *own) for part, own in zip(self._parts, halves, strict=True) if own[0].shape[1]]
 
     def merge_processes(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Merge the sums of all processes: of parts with a drift, the drift alone. See `InputSums.merge_processes`."""
+        """Merge the sums of all processes; for parts with a drift, only its sums. See `InputSums.merge_processes`."""
         for part in self._parts:
             if part.drift is None:
                 part.merge_processes(group, device)

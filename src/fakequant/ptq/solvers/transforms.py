@@ -25,12 +25,12 @@ from fakequant.ptq.solvers.problem import of_elements, structured_zeros
 from fakequant.restore import state_of
 
 _WIDEST = 4608
-"""Columns of the largest matrix of sums, that of a 3 x 3 convolution of 512 channels."""
+"""The most columns of a whole sum of x x^T; a 3 x 3 convolution of 512 channels has so many."""
 _MOST = 2**22
-"""The most values of all matrices of sums of a wider convolution together: 32 MB in float64."""
+"""The most values in all parts of the sum of x x^T of a wider convolution: 32 MB in float64."""
 
 _MATRICES = 4
-"""Matrices in memory at a time: the sums, the sums about means, two in float32 that count as one, part of another."""
+"""Matrices in memory at a time: the sum, the sum about means, two in float32 that count as one, part of another."""
 
 _OF_HALVES = 4
 """Further matrices for two halves of the rows: their sums, and their sums about means."""
@@ -41,7 +41,7 @@ WIDEST_HALVED = 2048
 class Parts:
     """Splits the weight [out, in, ...] of a convolution by input channels into parts: [parts * out, in / parts, ...].
 
-    Errors of two parts count as independent: the sums have no products of their columns.
+    Errors of two parts count as independent: sums of products of columns in different parts are not kept.
 
     Args:
         shares_scales: whether all inputs of an output channel have one scale.
@@ -103,7 +103,7 @@ class Parts:
         return _each(params, lambda x: x[: len(x) // self.count] if self._shares else self.join(x))
 
     def tied(self, values: Tensor, reduce: Any) -> Tensor:
-        """Values of groups [parts * out, ...], reduced over parts of an output channel that share a scale."""
+        """Where parts share a scale, reduce values [parts * out, ...] over the parts, and repeat the result."""
         if self.count == 1 or not self._shares or len(values) == 1:
             return values
         return reduce(values.unflatten(0, (self.count, -1)), 0).repeat(self.count, *[1] * (values.dim() - 1))
@@ -148,11 +148,12 @@ _SAMPLED = 4
 def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Parts, scale: Tensor) -> QParams:
     """For each group of a weight, the parameters with the smallest rounding error.
 
-    A group's error is that of the layer's output if only this group is rounded: d H d^T with the group's part of H.
-    A scale of the whole tensor, above those of the groups, stays: layers that servers merge share it.
+    A group's error is that of the layer's output if only this group is rounded: d H d^T, where d is the group's
+    rounding error and H the moments of its columns. A scale of the whole tensor, above those of the groups, stays:
+    layers that servers merge share it.
 
     Args:
-        moments: of the layer's inputs, float64 [groups of the convolution, columns, columns].
+        moments: the sum of x x^T over the layer's inputs, float64 [groups of the convolution, columns, columns].
     """
     apart = rows_are_apart(weight, spec)
     if searches(spec) and parts.count == 1 and (len(moments) == 1 or apart):
@@ -202,7 +203,7 @@ def _inside_groups(weight: Tensor, spec: QuantSpec, moments: Tensor) -> Tensor:
 
 
 def _group_errors(error: Tensor, spec: QuantSpec, inside: Tensor) -> Tensor:
-    """The errors d H d^T of groups, float64; `error`: d of a weight; `inside`: H, or its diagonal [..., 1, columns]."""
+    """The errors d H d^T of groups, float64; `error` is d of a weight, `inside` H or its diagonal [..., 1, columns]."""
     rows = error.reshape(len(inside), -1, inside.shape[1], inside.shape[3]).transpose(1, 2)
     shares = (rows * inside if inside.shape[2] == 1 else rows @ inside).mul_(rows)
     groups = spec.granularity.group_shape(error.shape)
@@ -225,7 +226,7 @@ def parts_of(batch: Sequence[Tensor]) -> Inputs:
 
 
 def others_of(items: Sequence[T]) -> list[list[T]]:
-    """For each item, the list of all others; for a single item, that item."""
+    """For each item, the list of all other items; for a single item, the item itself."""
     return [[*items[:place], *items[place + 1 :]] or [*items] for place in range(len(items))]
 
 
@@ -310,7 +311,7 @@ class Transformed(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A transform chosen by all batches, and a function that returns that of all batches except one index."""
+    """A transform chosen by all batches, and a function that returns the transform chosen without one batch."""
 
     whole: InputTransform
     without: Callable[[int], InputTransform]
@@ -330,7 +331,7 @@ def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[s
     A transform costs an operation at run time, unless a normalisation can hold it; a costlier one must win more.
 
     Args:
-        layers: those that get the input; changed where a transform is found.
+        layers: the layers that get the input; they change if a transform is found.
         inputs: of each batch and call, [..., channels] or [n, channels, ...].
         steps: "smooth" divides channels by factors that the weights take over (SmoothQuant, arXiv 2211.10438), "rotate"
             multiplies blocks of features by a Hadamard matrix (QuaRot, arXiv 2404.00456). With both, the
@@ -365,7 +366,7 @@ def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[s
 def _families(
     layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[str], found: Sequence[_Candidate]
 ) -> Iterator[list[_Candidate]]:
-    """Lists of candidates of a kind, the cheapest kind at run time first; `found`: winners so far, the last first."""
+    """A list of candidates for each kind, the cheapest at run time first; `found` has the winners so far."""
     families = {step: made for step, make in TRANSFORMS.items() if step in steps and (made := make(layers, inputs))}
     yield from families.values()
     smoothing, rotations = families.get("smooth"), families.get("rotate")
@@ -416,7 +417,7 @@ def _smoothings(layers: Sequence[MatrixProduct], inputs: Inputs) -> list[_Candid
 
 
 def _rotations(layers: Sequence[MatrixProduct], _: Inputs) -> list[_Candidate]:
-    """Candidates that rotate blocks: those of the quantizer's size, and of the longest size."""
+    """Candidates that rotate blocks of the quantizer's size, and blocks of the longest size."""
     if any(layer.tensor.dim() != 2 or structured_zeros(layer.tensor) is not None for layer in layers):
         return []
     granularity = _quantizer(layers).spec.granularity
@@ -528,7 +529,7 @@ def _rounded_weight(layer: MatrixProduct, transform: InputTransform | None) -> T
 
 
 def _quantizer(layers: Sequence[MatrixProduct]) -> Quantizer:
-    """The input quantizer of the first layer, which has the settings of those of the other layers."""
+    """The input quantizer of the first layer; the input quantizers of the other layers have the same settings."""
     quantizer = layers[0].input_quantizer
     assert quantizer is not None, "an input without a quantizer has no transform"
     return quantizer
