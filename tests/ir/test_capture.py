@@ -179,7 +179,7 @@ def buffer_changed(self, x):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda self, x: (x, 3), "the model returns .*3.*, and a graph returns tensors"),
+        (lambda self, x: (x, 3), "the model returns .*3.*, but a graph returns tensors"),
         (lambda self, x: None, "returns no tensor"),
         (lambda self, x: x.to_sparse(), "sparse"),
         (lambda self, x: x[:0], "dimension 0"),

@@ -172,7 +172,7 @@ def _fake_quantize_learnable_per_tensor_affine(
     Args:
         input: any shape; float32, float16 or bfloat16, or float64 while neither scale nor zero point requires grad.
         scale: units of input per code [1].
-        zero_point: the code of 0.0 [1]; rounded half to even and brought into the range, which the gradient ignores.
+        zero_point: the code of 0.0 [1]; rounded half to even and clamped to the codes; the gradient ignores both.
         quant_min: lowest code.
         quant_max: highest code.
         grad_factor: multiplies the gradients of scale and zero point.
@@ -223,7 +223,7 @@ def routed() -> Iterator[None]:
 
     This serves models that call them as `torch.<name>`, such as torch.ao.quantization's FakeQuantize. It may be nested,
     left by an exception, and used as a decorator. It does not replace names that were imported from torch
-    before, `torch.ops.aten`, and `torch.fused_moving_avg_obs_fake_quant`.
+    before, `torch.ops.aten`, or `torch.fused_moving_avg_obs_fake_quant`.
 
     >>> x = torch.tensor([float("nan"), 0.12])
     >>> torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7)
@@ -285,7 +285,7 @@ def _values_and_mask(call: _Call) -> tuple[Tensor, Tensor]:
 
 
 def _around_the_operator(call: _Call) -> tuple[Tensor, Tensor]:
-    """Round by the operator with scale 1, between torch's steps to codes and back; only x gets a gradient."""
+    """Round by the operator with scale 1, after torch's steps to codes and before those back; only x has a gradient."""
     x, scale, zero_point = call.x, call.params.scale, call.params.zero_point
     steps = x.detach().double() * scale.reciprocal().double()
     if call.added is not None:
@@ -325,7 +325,7 @@ def _per_channel(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_
     _check_channels(x, scale, zero_point, axis)
     codes = _codes(quant_min, quant_max, PerChannel(operator.index(axis)))
     if zero_point.dtype not in _CHANNEL_ZERO_POINTS:
-        raise CallError(f"the zero point has dtype {zero_point.dtype}, expected int32, float32 or float16")
+        raise CallError(f"the zero point has dtype {zero_point.dtype}, expected int32, float32 or float16; convert it")
     scale, zero_point = scale.detach(), zero_point.detach()
     if zero_point.is_floating_point():
         return _call(x, scale, torch.zeros_like(scale), codes, added=zero_point)
@@ -345,7 +345,7 @@ def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, codes: CodeRange, g
 def _check_input(x: object) -> None:
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         kind = f"a tensor of layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"input must be a dense torch.Tensor, got {kind}")
+        raise TypeError(f"input must be a dense torch.Tensor, got {kind}; convert it")
 
 
 def _call(x: Tensor, scale: Tensor, zero_point: Tensor, codes: CodeRange, *, added: Tensor | None = None) -> _Call:
@@ -390,7 +390,7 @@ def _check_codes(zero_point: Tensor | None, codes: CodeRange) -> None:
 def _check_channels(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> None:
     _check_input(x)
     if scale.dtype not in (torch.float32, torch.bfloat16):
-        raise CallError(f"the scale has dtype {scale.dtype}, expected float32 or bfloat16")
+        raise CallError(f"the scale has dtype {scale.dtype}, expected float32 or bfloat16; convert it")
     if scale.dim() != 1 or zero_point.dim() != 1 or scale.numel() != zero_point.numel():
         raise CallError(
             f"scale has shape {list(scale.shape)}, zero_point {list(zero_point.shape)}; expected one value per channel"

@@ -126,7 +126,7 @@ _IR_VERSION = 9
 def attach_functions(model: ModelProto) -> ModelProto:
     """Add definitions of FakeQuant and FakeQuantGrad to a copy of a model, so that it runs in any ONNX runtime.
 
-    Nodes without the mask output or an attribute get it: ONNX Runtime needs the mask to infer types, and onnx's
+    A node without the mask output or an attribute gets it: ONNX Runtime needs the mask to infer types, and onnx's
     ReferenceEvaluator ignores defaults. The definitions are local functions of the domain com.microsoft. If ONNX
     Runtime has a kernel for a node, as onnxruntime-training has, it uses the kernel. A scale of 0 fails when the model
     runs, as in the kernel.
@@ -261,7 +261,7 @@ def export_fake_quant(
     traced in eval mode and not changed; dynamic ranges of weights and learned ranges become constants.
 
     Args:
-        model: prepared and calibrated, every quantizer an integer one, per tensor, with `Arithmetic.DIVIDE`.
+        model: prepared and calibrated; all quantizers have integers, per tensor, with `Arithmetic.DIVIDE`.
         example: an input, a tuple of inputs, or a dict of keyword arguments.
         path: the file to write; its folder is created if it does not exist.
         dynamic_shapes: as for `fakequant.export_onnx`.
@@ -333,7 +333,7 @@ def _lower(model: ModelProto) -> None:
             to.emit("Cast", result, result=node.output[0], to=kind)
         nodes += to.nodes
     if refused:
-        raise ExportError("cannot be expressed as FakeQuant:\n" + "\n".join(dict.fromkeys(refused)))
+        raise ExportError("FakeQuant cannot express these quantizers:\n" + "\n".join(dict.fromkeys(refused)))
     editor.finish(nodes)
     kept = [imported for imported in model.opset_import if imported.domain != DOMAIN]
     del model.opset_import[:]

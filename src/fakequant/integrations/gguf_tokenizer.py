@@ -227,7 +227,7 @@ def _experts(writer: Any, config: Any) -> None:
 
 
 def _qwen_experts(config: Any) -> str:
-    """The reason why llama.cpp, which expects experts in all layers, cannot hold those of a Qwen model, or ""."""
+    """The reason why llama.cpp, which expects experts in all layers, cannot store a Qwen model's experts, or ""."""
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
         return "not all of its layers have experts"
     wanted = config.model_type == "qwen3_moe"
@@ -251,7 +251,7 @@ def _gpt2_options(config: Any) -> str:
 
 
 def _gpt2_unread(config: Any, said: Mapping[str, Any]) -> str:
-    """The sizes that transformers 5.23 does not read from the file, but replaces by those of GPT-2, as text or ""."""
+    """The sizes that transformers 5.23 does not read from the file but replaces by GPT-2's sizes, as text or ""."""
     width = config.n_inner or 4 * config.n_embd
     sizes = {"n_positions": (config.n_positions, 1024), "n_inner": (width, 4 * config.n_embd)}
     if "tokenizer.ggml.tokens" not in said:

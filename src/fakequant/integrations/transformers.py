@@ -205,8 +205,8 @@ def enable_saving(model: Model) -> Model:
         inside = [path for path, one in model.named_modules() if hasattr(one, "base_model_prefix")]
         cure = f"call it with the model of transformers in it, {inside[0]!r}, or save" if inside else "save"
         raise CheckpointError(
-            f"enable_saving takes a model of transformers, and save_pretrained of a {type(model).__name__} writes no "
-            f"quantizers; {cure} it by fakequant.save"
+            f"enable_saving takes a model of transformers, but save_pretrained of a {type(model).__name__} writes "
+            f"no quantizers; {cure} it by fakequant.save"
         )
     refuse_unprepared(model, CheckpointError)
     quantizer: Any = FakeQuantHfQuantizer(FakeQuantConfig.of(model))
@@ -238,7 +238,7 @@ class QATCallback(Training, TrainerCallback):
     """Quantization-aware training in the Trainer, with the arguments of `fakequant.qat.Training`.
 
     The Trainer's construction prepares and calibrates its model. Checkpoints hold ranges and learned scales, and a
-    resumed training gives the losses of an uninterrupted one. A teacher needs a model that computes its loss itself.
+    resumed training gives the losses of an uninterrupted run. A teacher needs a model that computes its loss itself.
 
     Raises:
         ConfigError: the Trainer's model, loss or settings do not fit (says what to do).

@@ -206,19 +206,19 @@ class FakeQuantCache(DynamicCache):
     the cache as it is after that token. A call of several tokens may then need `name_attention(model)` before it.
 
     Args:
-        keys: how to quantize keys: one specification for all layers, or one quantizer with a range for each layer.
+        keys: how to quantize keys: a specification for all layers, or a list of one quantizer with a range per layer.
         values: how to quantize values; by default as keys.
         residual_length: the least number of newest tokens in float.
         rotate: whether keys are quantized after a Hadamard rotation of every head, which spreads outliers. They are
             rotated back, so that queries stay as they are: q (Q(k H) H) is (q H) Q(k H).
         attention_mask: which tokens of the prompt [n, length] are not padding; batches need it where tokens are
             quantized in groups or stay in float.
-        config: of the model, as for `DynamicCache`: layers with a sliding window keep only its positions.
+        config: the model's configuration, as for `DynamicCache`: layers with a sliding window keep only its positions.
 
     Raises:
         CalibrationError: a quantizer has no range.
-        ConfigError: something that is neither a specification nor quantizers; a specification whose range is that of
-            all tokens or sequences of a call; blocks of tokens or a residual length for sliding windows.
+        ConfigError: something that is neither a specification nor quantizers; a specification whose ranges span all
+            tokens or sequences of a call; blocks of tokens or a residual length for sliding windows.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(
@@ -278,7 +278,7 @@ class FakeQuantCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Write new positions of a layer; returns all its keys and values, or a `ByQuery` of each if queries differ."""
+        """Write new positions of a layer; returns its keys and values, or a `ByQuery` of each if queries differ."""
         if not self._waits:
             keys, values = self._quantized(layer_idx, key_states, value_states)
             return super().update(keys, values, layer_idx, *args, **kwargs)
@@ -348,7 +348,7 @@ class FakeQuantCache(DynamicCache):
         super().batch_select_indices(indices)
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
-        """Forget all positions; the next prompt has the padding of the given mask, or that of the first prompt."""
+        """Forget all positions; the next prompt has the padding of the mask, by default that of the first prompt."""
         if attention_mask is not None:
             self._padding, self._knows_padding = _padding(attention_mask), True
         super().reset()
@@ -392,7 +392,7 @@ class FakeQuantCache(DynamicCache):
                 yield index, layer
 
     def _past_of(self, index: int) -> _Past | None:
-        """The recorded floats of a layer, or None if they are not recorded, or the layer was changed elsewhere."""
+        """The recorded floats of a layer; None if none are recorded, or other code has changed the layer."""
         past = None if self._past is None else self._past.get(index)
         layer: Any = self.layers[index] if past is not None else None
         return past if past is not None and layer.keys is past.seen else None
@@ -438,8 +438,8 @@ def _tokens_in_group(quantizer: Quantizer, what: str) -> int:
         if group == 0 or blocks[_BATCH] != 1:
             raise ConfigError(
                 f"with {quantizer.spec} the range of {what} depends on other sequences, or on the number of tokens in "
-                "a call: give each token or block of tokens a range, by per_token, per_block(-2:32), or @per_token for "
-                "a scale of scales, or give calibrated quantizers, one for each layer"
+                "a call. Give each token a range (per_token), or each block of tokens (per_block(-2:32)); where scales "
+                "have a shared scale, give each token one (@per_token). Or give one calibrated quantizer for each layer"
             )
     return group
 

@@ -34,17 +34,17 @@ def capture(
 ) -> Graph:
     """Capture a model as a graph that computes the same bits.
 
-    Parameters and buffers are constants of the graph, the same tensors as the model's, so that training one trains the
-    other. Learned ranges become constants with their present values. The model is captured in its present mode; a batch
-    normalisation in training mode, which changes its statistics, is refused. Gradients of the graph are not quantized,
-    even if layers quantize theirs.
+    Parameters and buffers are constants of the graph, the same tensors as the model's, so that training the one also
+    trains the other. Learned ranges become constants with their present values. The model is captured in its present
+    mode; a batch normalisation in training mode, which changes its statistics, is refused. Gradients of the graph are
+    not quantized, even if layers quantize their gradients.
 
     Args:
         model: any module that torch.export can trace, prepared and calibrated or not quantized at all.
         example: an input, a tuple of inputs, or a dict of keyword arguments.
         inputs: which part of the example the model gets, as for `calibrate`: 0 for a loader's batch of (x, y).
         dynamic_shapes: as for `torch.export.export`; such dimensions are -1. An example of length 1 in them is doubled.
-        name: the name of the graph; by default that of the model's class.
+        name: the name of the graph; by default the name of the model's class.
 
     Returns:
         A valid graph. Its inputs are the tensors of the example in order, its outputs the tensors that the model
@@ -85,9 +85,9 @@ def capture(
             if isinstance(spec.arg, TensorArgument):
                 results.append(by_name[spec.arg.name])
             elif not (isinstance(spec.arg, ConstantArgument) and spec.arg.value is None):
-                raise GraphError(f"the model returns {spec.arg}, and a graph returns tensors")
+                raise GraphError(f"the model returns {spec.arg}, but a graph returns tensors; return tensors only")
         if not results:
-            raise GraphError("the model returns no tensor")
+            raise GraphError("the model returns no tensor; return at least one tensor")
         live = needed(nodes, results)
         ids: dict[torch.fx.Node, int] = {}
         for spec in program.graph_signature.input_specs:

@@ -98,7 +98,7 @@ def _functional(node: fx.Node) -> OpOverload | None:
 
 
 def needed(nodes: Sequence[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes on which results depend, and nodes that draw random numbers, without which later draws would differ.
+    """The nodes on which results depend, and nodes that draw random numbers: without them later draws would differ.
 
     Checks and unread values are left out.
     """
@@ -304,7 +304,7 @@ def lower(module: fx.GraphModule) -> None:
 
 
 def _relu_before(quantizer: fx.Node, spec: QuantSpec) -> fx.Node | None:
-    """The ReLU that a quantizer can compute, since no other node reads the values between the two; or None."""
+    """The ReLU that a quantizer can compute, because no other node reads the values between the two; else None."""
     # The maximum of -1.0 and -0.0 is +0.0 if the ReLU comes first, and -0.0 if the maximum does. Other maxima differ
     # only below zero, where the later ReLU gives 0, too; and where a maximum is not above zero, no gradient passes.
     equal_zeros = spec.format.has_zero_point and spec.arithmetic is not Arithmetic.MULTIPLIER

@@ -41,8 +41,8 @@ class Constant:
     Attributes:
         name: unique among the constants.
         tensor: the values.
-        frozen: whether it was folded from parameters. Training does not change it; but in grad mode operations see it
-            require grad as before, because torch chooses the kernel of a product by that.
+        frozen: whether training does not change the constant, because it was folded from parameters. In grad mode
+            operations see it require grad as before, because torch chooses the kernel of a product by that.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Constant:
         return "parameter" if self.trainable else "frozen" if self.frozen else "constant"
 
     def read(self) -> Tensor:
-        """The tensor that operations get; in grad mode a frozen constant requires grad."""
+        """The tensor that operations get: in grad mode, a frozen constant is read with requires_grad set."""
         return read_frozen(self.tensor) if self.frozen else self.tensor
 
     def digest(self) -> str:
-        """The SHA-256 of dtype, shape and every bit."""
+        """The SHA-256 of dtype, shape and every bit of the tensor."""
         values = self.tensor.detach().cpu().contiguous().reshape(-1)
         found = hashlib.sha256(f"{self.tensor.dtype} {list(self.tensor.shape)}".encode())
         found.update(values.view(torch.uint8).numpy().tobytes())
@@ -77,13 +77,13 @@ class Constant:
 
 
 def read_frozen(tensor: Tensor) -> Tensor:
-    """A detached tensor that requires grad in grad mode, so that no gradient reaches the original."""
+    """A detached tensor that requires grad in grad mode; no gradient reaches the original tensor."""
     return tensor.detach().requires_grad_(torch.is_grad_enabled())
 
 
 @dataclass(frozen=True)
 class Validity:
-    """The faults of a graph, each with its place; true if there are none."""
+    """Whether a graph is valid, as a truth value; `faults` lists its faults, each with its place."""
 
     faults: tuple[str, ...]
 
@@ -95,7 +95,7 @@ class Validity:
 
 
 class Graph:
-    """Operations on values t0, t1, ...; each value is an input, a constant, or made by one operation.
+    """Operations on values t0, t1, ...; each value is an input, a constant, or the result of one operation.
 
     Attributes:
         name: the name of the graph.
@@ -210,7 +210,7 @@ class Graph:
         return found
 
     def replaced(self, ops: Sequence[IROp], constants: dict[int, Constant] | None = None) -> Graph:
-        """A copy of the graph with other operations, and other constants unless None."""
+        """A copy of the graph with other operations, and with other constants if they are not None."""
         graph = Graph(self.name)
         graph.inputs = dict(self.inputs)
         graph.constants = dict(self.constants if constants is None else constants)
@@ -223,7 +223,7 @@ class Graph:
         return self.replaced(self.ops)
 
     def faults(self) -> list[str]:
-        """The faults of the graph, each with its place; [] if the graph is valid."""
+        """List the faults of the graph, each with its place; [] if the graph is valid."""
         return list(_Checker(self).faults())
 
     def validate(self) -> Validity:
@@ -670,7 +670,7 @@ def backward(graph: Graph) -> Graph:
     """The graph that computes the gradients of a graph, by torch's formulas.
 
     Its inputs are the inputs of the graph and the gradient of every output. Its outputs are the gradients of the
-    floating-point inputs, then of the trainable constants, in their order; zeros where no output depends on them. The
+    floating-point inputs, then of the trainable constants, in order; they are 0 where no output depends on them. The
     forward is computed again. Every quantizer passes gradients as its specification says.
 
     Raises:

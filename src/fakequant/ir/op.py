@@ -275,7 +275,7 @@ def is_id(value: object) -> bool:
 
 
 class IROp:
-    """An operation: the ids of the values it reads and makes, and the types and shapes of those it makes.
+    """An operation: the ids of the values it reads and makes, and the types and shapes of the values it makes.
 
     Args:
         op_type: a name in the table of operations, or of any operator of torch such as "aten.erf.default".
@@ -331,7 +331,7 @@ class IROp:
 
     @property
     def output_shape(self) -> TensorShape:
-        """The shape of the first output; that of a scalar without outputs."""
+        """The shape of the first output; without outputs, the shape [] of a scalar."""
         return self.outputs[0].shape if self.outputs else TensorShape()
 
     @output_shape.setter
@@ -339,9 +339,9 @@ class IROp:
         self.outputs[:1] = [TensorType(self.output_type, TensorShape(value))]
 
     def faults(self) -> list[str]:
-        """The faults of the operation alone, one sentence each; [] if it is well formed.
+        """List the faults of the operation alone, one sentence each; [] if it is well formed.
 
-        `fakequant.ir.table.faults` also checks it against the types of its inputs.
+        `fakequant.ir.table.faults` also checks the operation against the types of its inputs.
         """
         kinds = {"op_type": str, "origin": str, "attributes": dict}
         kinds |= dict.fromkeys(("output_ids", "input_ids", "outputs"), list)
@@ -371,7 +371,7 @@ class IROp:
         return not self.faults()
 
     def copied(self, output_ids: Iterable[int] | None = None, input_ids: Iterable[int] | None = None) -> IROp:
-        """A copy of the operation, with other outputs and inputs unless None."""
+        """A copy of the operation, with other outputs and inputs if they are not None."""
         op = copy.copy(self)
         op.output_ids = list(self.output_ids if output_ids is None else output_ids)
         op.input_ids = list(self.input_ids if input_ids is None else input_ids)

@@ -1,7 +1,7 @@
 """The quantizing operations, and the rows of the table of operations; importing this module fills the table.
 
-Rows of torch's operators are only names: their meta kernels know types, shapes and most restrictions. Checks refuse
-what only torch's real kernels refuse, and mixtures of types that no engine computes.
+The rows of torch's operators are only names, because torch's meta kernels know types, shapes and most restrictions.
+Checks refuse what only torch's real kernels refuse, and mixtures of types that no engine computes.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class FakeQuantizationOp(IROp):
     """Fake-quantizes per tensor to integer codes of `num_bits` bits; the gradient passes everywhere.
 
     With symmetric codes (signed, the full range of two's complement) 0.0 has the code 0. Asymmetric codes begin at 0.
-    Up to 24 bits and with a whole zero point that is a code, the result is that of `fakequant.fake_quantize` with the
-    same scale and `Gradient.IDENTITY`, bit for bit; beyond, it is computed in float64.
+    Up to 24 bits, and with a zero point that is a code, the result is that of `fakequant.fake_quantize` with the same
+    scale and `Gradient.IDENTITY`, bit for bit; otherwise it is computed in float64.
 
     Args:
         num_bits: 1 to 32.
@@ -155,10 +155,10 @@ class FakeQuantizationOp(IROp):
         symmetric: whether codes are symmetric, see above.
         output_id: the id of the output.
         input_id: the id of the input; None if it is set later.
-        type: the type of both.
+        type: the type of input and output.
 
-    Source: AiDotNet's FakeQuantizationOp; there the zero point of an asymmetric range is not derived, so that negative
-    numbers become 0.
+    Source: AiDotNet's FakeQuantizationOp. That class does not derive the zero point of an asymmetric range, so that
+    negative numbers become 0.
 
     >>> op = FakeQuantizationOp(4, output_id=1, input_id=0, type=TensorType(IRType.Float32, TensorShape((32, 128))))
     >>> print(op)
@@ -548,7 +548,7 @@ def body_of(op: IROp) -> list[IROp]:
 
 
 def _fused(call: Call) -> list[TensorType]:
-    """The output types of the last operation in the body, after all are checked as in a graph."""
+    """The output types of the last operation in the body, after all operations are checked as in a graph."""
     known = dict(enumerate(call.inputs))
     body = body_of(call.op)
     for op in body:

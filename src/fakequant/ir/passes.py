@@ -222,8 +222,8 @@ _EDGES = (-math.inf, -0.0, 0.0, math.inf, math.nan)
 class RemoveDuplicateFakeQuantize:
     """Removes a quantizer after one with the same specification and parameters, if it changes no value.
 
-    That is tried with every code of every scale: if a product of code and scale is rounded, a second quantizer may
-    change its code.
+    All codes of all scales are tried: if a product of code and scale is rounded, a second quantizer may change its
+    code.
     """
 
     name = "duplicate fake quantization"
@@ -349,9 +349,9 @@ def _movable(graph: Graph) -> tuple[IROp, IROp] | None:
 class FoldConvBatchNorm:
     """Folds a batch normalisation into the weight, its scales and the bias of the convolution before it.
 
-    Scales are multiplied like the weight, so that codes stay except where products round differently: not exact. It is
-    done only if every output channel has separate float32 scales; products of scales that have a format would not be
-    numbers of the format.
+    Scales are multiplied like the weight, so that codes stay except where products round differently: so the pass is
+    not exact. It folds only if every output channel has separate float32 scales, because products of scales in another
+    format would not be numbers of that format.
 
     Source: Jacob et al., arXiv 1712.05877, section 3.2.
     """
@@ -372,7 +372,7 @@ _AXES = {"Conv1d": 1, "Conv2d": 2, "Conv3d": 3}
 
 
 def _fold_norm(graph: Graph, norm: IROp) -> None:
-    """Fold a batch normalisation, in place, into the convolution whose only reader it is, if possible."""
+    """Fold a batch normalisation, in place, into the convolution that only this normalisation reads, if possible."""
     producers, users = graph.producers(), graph.users()
     conv = producers.get(norm.input_ids[0]) if norm.input_ids else None
     if (
@@ -487,7 +487,7 @@ class Optimized(NamedTuple):
 
 
 def optimize(graph: Graph, passes: Sequence[Pass] = EXACT) -> Optimized:
-    """Apply passes to a graph for inference; trainable constants are folded like others.
+    """Apply passes to a graph for inference; trainable constants are folded like other constants.
 
     Args:
         graph: a valid graph, which does not change.

@@ -4,8 +4,8 @@ A row is a name in `fakequant.ir.ops`. A name with dots that has no row is an op
 come from torch's schema and types of results from torch's meta kernel, so that graphs can contain all that torch.export
 writes.
 
-Inputs that no attribute names by `%n` fill the parameters for tensors, in order; a list of tensors takes all the rest.
-A parameter that an attribute names, such as `weight=none`, is not filled by an input.
+Inputs that no attribute names by `%n` fill the parameters for tensors, in order; a list of tensors takes all further
+inputs. A parameter that an attribute names, such as `weight=none`, is not filled by an input.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def bound(op: IROp, inputs: Sequence[TensorType]) -> tuple[OperationRow, Call]:
 
 
 def infer(op: IROp, inputs: Sequence[TensorType]) -> list[TensorType]:
-    """The types and shapes of an operation's results, from those of its inputs.
+    """The types and shapes of an operation's results, from the types and shapes of its inputs.
 
     Raises:
         GraphError: the inputs or attributes do not fit; the message says why.
@@ -346,7 +346,7 @@ _UNTOLD = (
 
 @dataclass(frozen=True)
 class _Question:
-    """A call with a key that is equal if torch infers equal types: layers repeat, and torch takes at least 0.3 ms."""
+    """A call whose key is equal if torch infers equal types: layers repeat, and torch takes at least 0.3 ms a call."""
 
     key: tuple[object, ...]
     call: Call = field(compare=False)
@@ -512,7 +512,7 @@ def in_order(op: IROp) -> bool:
 
 
 def faults(op: IROp, inputs: Sequence[TensorType]) -> list[str]:
-    """The faults of an operation whose inputs have these types, one sentence each; [] if there are none."""
+    """List the faults of an operation whose inputs have these types, one sentence each; [] if there are none."""
     if found := op.faults():
         return found
     try:

@@ -36,7 +36,7 @@ _SUMMED = 2.0**-16
 
 
 def percentile_amax(counts: np.ndarray, edges: np.ndarray, percentile: float) -> Tensor:
-    """The left edge of the bin with which the counts of this and all lower bins reach the percentile, a 0-d tensor."""
+    """The left edge of the first bin with which the counts up to it reach the percentile, as a 0-d tensor."""
     shares = np.cumsum(counts / counts.sum())
     return torch.tensor(edges[np.searchsorted(shares, percentile / 100)].item(), device="cpu")
 
@@ -78,7 +78,7 @@ def mse_amax(
 
 
 def _nearly_least(errors: Callable[[np.ndarray], np.ndarray], amax: np.ndarray, second: float) -> np.ndarray:
-    """The indices of thresholds whose error may be the smallest, in rising order, from the errors of few.
+    """The indices of thresholds whose error may be the smallest, in rising order, from the errors of a few thresholds.
 
     The error in real numbers, less the mean of w x**2 and divided by amax**2, is the smallest of functions that are
     linear in 1 / amax, one for every way to round. It is therefore concave in 1 / amax, and two errors bound all errors
@@ -127,9 +127,9 @@ def entropy_amax(
 ) -> Tensor:
     """The edge up to which quantizing the histogram has the smallest loss; the last such edge.
 
-    The loss is the Kullback-Leibler divergence KL(P || Q). P: the bins below the edge, with the clipped counts added to
-    the last. Q: these bins without the clipped counts, merged into a cell for each magnitude of a code; each cell is
-    spread evenly over its bins that are not empty. Bin 0 gets the count of bin 1.
+    The loss is the Kullback-Leibler divergence KL(P || Q). P is the bins below the edge, with the clipped counts added
+    to the last. Q is the same bins without the clipped counts: the counts of each cell (the bins of one magnitude of a
+    code) are spread evenly over its bins that are not empty. Bin 0 gets the count of bin 1.
 
     Raises:
         ValueError: there are fewer bins than start_bin.
@@ -162,7 +162,7 @@ class _Divergence:
         self.information = _from_zero(np.cumsum(_x_log_x(values)))
 
     def at_least(self, kept: np.ndarray) -> np.ndarray:
-        """A lower bound of the divergence, from merging all bins except the last; -inf if there is no bound.
+        """A lower bound of the divergence: the divergence after all bins except the last are merged; -inf for no bound.
 
         Merging outcomes never increases a divergence (Cover and Thomas, Elements of Information Theory, section 2.7).
         """
@@ -199,7 +199,7 @@ class _Divergence:
         return np.concatenate(parts)
 
     def of_one(self, kept: int) -> float:
-        """The divergence for one number of kept bins, summed in a fixed order, so that equal ones have equal bits."""
+        """The divergence for one number of kept bins, summed in a fixed order, so that ties have equal bits."""
         counts = self.counts[:kept]
         if not counts.any():
             return np.inf
@@ -298,7 +298,7 @@ class MaxCalibrator(_Calibrator):
 
     Args:
         num_bits: bits of a code.
-        axis: the axis or axes that keep one amax per index; negative ones count from the end.
+        axis: the axis or axes that keep one amax per index; negative numbers count from the end.
         unsigned: whether codes begin at 0; negative values then only cause a warning.
         track_amax: whether to keep the amax of every tensor in `amaxs`.
 
@@ -330,7 +330,7 @@ class MaxCalibrator(_Calibrator):
     @torch.inference_mode(False)
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """Update the largest magnitudes with those of a tensor.
+        """Update the largest magnitudes with the magnitudes of a tensor.
 
         Raises:
             RuntimeError: amax has another shape than for the tensors before, or the tensor has no elements.
@@ -393,8 +393,8 @@ class HistogramCalibrator(_Calibrator):
         num_bins: bins of the first tensor.
         grow_method: has no effect.
         skip_zeros: whether exact zeros do not count.
-        torch_hist: count on the tensor's device. Otherwise by numpy, in bins from the smallest magnitude of the first
-            tensor; smaller ones do not count.
+        torch_hist: whether to count on the tensor's device. Otherwise numpy counts, in bins from the smallest magnitude
+            of the first tensor; smaller magnitudes do not count.
 
     Raises:
         NotImplementedError: an axis.

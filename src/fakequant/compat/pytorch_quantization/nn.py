@@ -367,7 +367,7 @@ class QuantRNNCellBase(WeightedModule):
         return [(weights, _gate_quantizers(self._input_quantizer, self._weight_quantizer))]
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
-        """The result of torch's cell, quantized; input [n, in] or [in]."""
+        """Compute torch's cell with quantized input [n, in] or [in], hidden state and weights."""
         cell = cast("nn.LSTMCell", self)
         ((weights, quantizers),) = self.gates()
         if _pass_through(quantizers):

@@ -43,8 +43,8 @@ _REACHED = QuantSpec(IntegerFormat.of(1, signed=False), PerTensor(), symmetric=T
 def clip(input: Tensor, clip_value_min: Tensor, clip_value_max: Tensor) -> Tensor:
     """Clip the input between two bounds; a bound gets the gradients of the elements that it clips (PACT).
 
-    A value on a bound counts as clipped: its gradient goes to the bound. The sum is that of `Gradient.CLIP`, the same
-    in any order.
+    A value on a bound counts as clipped: its gradient goes to the bound. The gradients are summed as under
+    `Gradient.CLIP`, with the same result in any order.
 
     Raises:
         ValueError: in the backward pass, if a bound has more than one element.
@@ -73,13 +73,13 @@ def clip(input: Tensor, clip_value_min: Tensor, clip_value_max: Tensor) -> Tenso
 
 
 class ClipFunction:
-    """`clip` as the static method `apply` of a class, as scripts call it."""
+    """A class whose static method `apply` is `clip`, as scripts call it."""
 
     apply = staticmethod(clip)
 
 
 def _to_bound(output: Tensor, reached: Tensor, bound: Tensor) -> Tensor:
-    """The output, whose gradient also goes to a bound of one element, from elements where `reached` is set."""
+    """The output; its gradient at elements where `reached` is set also goes to a bound of one element."""
     if not (bound.requires_grad and torch.is_grad_enabled()):
         return output
     flags = reached.to(torch.promote_types(output.dtype, bound.dtype))
@@ -93,7 +93,7 @@ def _to_bound(output: Tensor, reached: Tensor, bound: Tensor) -> Tensor:
 class Clip(PreciseModule):
     """Clips between two bounds; learned bounds are parameters, others are buffers.
 
-    A bound that is a parameter stays that parameter.
+    A parameter that is given as a bound stays the same parameter.
 
     Args:
         clip_value_min: the lower bound, a number, a tensor, a parameter or an array.
@@ -102,7 +102,7 @@ class Clip(PreciseModule):
         learn_max: whether the upper bound is learned.
 
     Raises:
-        ValueError: a bound to learn that is not one number.
+        ValueError: a bound that shall be learned and is not one number.
         TypeError: a bound that is neither a number nor a tensor or an array of numbers.
 
     >>> Clip(-1.0, 2.0)(torch.tensor([-3.0, 0.5, 3.0]))
@@ -178,7 +178,7 @@ class Blocks:
         """Show the amax of every block [1, blocks] to a calibrator.
 
         Raises:
-            NotImplementedError: a calibrator of another kind than "max".
+            NotImplementedError: the calibrator is no `MaxCalibrator`.
         """
         if not isinstance(calibrator, calib.MaxCalibrator):
             raise NotImplementedError(f"{type(calibrator).__name__} has no blocks; use calib_method='max'")
@@ -261,7 +261,7 @@ def _setting(name: str, doc: str) -> Any:
 
 
 class TensorQuantizer(PreciseModule):
-    """Calibrates, clips and quantizes one tensor; each of these stages can be turned on and off.
+    """Calibrates, clips and quantizes one tensor; each of these steps can be turned on and off.
 
     Until the descriptor, a calibrator, a state dict or the setter sets amax, each tensor's range is used. amax and
     `pre_quant_scale` become buffers when they are set: copies in at least float32, which stay float32 when the model
@@ -329,7 +329,7 @@ class TensorQuantizer(PreciseModule):
 
     @property
     def pre_quant_scale(self) -> Tensor | None:
-        """The factor that multiplies tensors before all stages, even when disabled; None for no factor."""
+        """The factor that multiplies tensors before all steps, even when disabled; None for no factor."""
         return self._buffers.get("_pre_quant_scale")
 
     @pre_quant_scale.setter
@@ -341,7 +341,7 @@ class TensorQuantizer(PreciseModule):
         """The largest magnitude that has a code, before `scale_amax`; None if each tensor's amax is used.
 
         Raises:
-            RuntimeError: the setter got another shape than amax has.
+            RuntimeError: the new amax has another shape than the present amax.
         """
         return self._buffers.get("_amax")
 
@@ -359,7 +359,7 @@ class TensorQuantizer(PreciseModule):
         if old is not None and old.shape != value.shape:
             raise RuntimeError(
                 f"Changing shape when setting {name.strip('_')} is not allowed: it has {list(old.shape)}, got "
-                f"{list(value.shape)}; delete it before"
+                f"{list(value.shape)}; delete it first"
             )
         self._set_buffer(name, value)
 
@@ -510,7 +510,7 @@ class TensorQuantizer(PreciseModule):
         self.clip.clip_value_max.data.copy_(amax)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Inputs after the stages that are on: calibrated, clipped and quantized.
+        """Inputs after the steps that are on: calibration, clipping and quantization.
 
         Raises:
             AssertionError: while ONNX export is enabled, a quantizer that cannot be exported.
@@ -567,7 +567,7 @@ class TensorQuantizer(PreciseModule):
         return torch.maximum(-self.clip.clip_value_min, self.clip.clip_value_max).detach()
 
     def _get_amax(self, inputs: Tensor) -> Tensor:
-        """The amax for quantizing inputs, at least float32: the stored amax, or the amax of the inputs."""
+        """The amax by which inputs are quantized, at least float32: the stored amax, or else the amax of the inputs."""
         amax = None if self._dynamic else self.amax
         if amax is None:
             kept = () if self._axis is None else (self._axis,) if isinstance(self._axis, int) else self._axis

@@ -71,7 +71,7 @@ def float_format(num_bits: tuple[int, int]) -> Format:
 
 
 def format_of(num_bits: NumBits, unsigned: bool = False, narrow_range: bool = False) -> Format:
-    """The format that a descriptor's `num_bits` means.
+    """The format for a descriptor's `num_bits`.
 
     Raises:
         SpecError, TypeError: there is no such format.
@@ -82,15 +82,16 @@ def format_of(num_bits: NumBits, unsigned: bool = False, narrow_range: bool = Fa
 
 
 def specification(fmt: Format, granularity: Granularity) -> QuantSpec:
-    """The specification of the interface: code = clamp(rint(x * m)), value = code / m, gradient where |x| <= amax."""
+    """The specification of this interface; its codes are clamp(rint(x * m)), and gradients pass where |x| <= amax."""
     return QuantSpec(fmt, granularity, arithmetic=Arithmetic.MULTIPLIER, gradient=Gradient.INPUT_RANGE)
 
 
 def block_specification(fmt: Format, block_sizes: dict[int | str, object]) -> QuantSpec:
     """The specification of a descriptor's `block_sizes`; the last block of an axis may be smaller.
 
-    "scale_bits" is the format of the scales. (8, 0): powers of two, rounded up as NVIDIA does, so that no value
-    saturates. Another format: the scales have float32 scales, over blocks of "scale_block_sizes" or the whole tensor.
+    "scale_bits" is the format of the scales. With (8, 0) scales are powers of two, rounded up as NVIDIA does, so that
+    no value saturates. In another format the scales have shared float32 scales, over blocks of "scale_block_sizes" or
+    the whole tensor.
 
     >>> print(block_specification(format_of(4), {-1: 32}))
     int4 per_block(-1:32,pad) multiplier input_range
@@ -117,20 +118,20 @@ def block_axes(block_sizes: dict[int | str, object]) -> dict[int, int]:
 
 
 class OperatorArguments(NamedTuple):
-    """The arguments of the operator for an amax: specification, parameters, and groups that become 0."""
+    """The arguments of the operator for an amax: the specification, the parameters, and which groups become 0."""
 
     spec: QuantSpec
     params: QParams
     zero: Tensor | None
     """Whether each group becomes 0, [groups, axes kept]: integers with an amax of at most `SMALLEST_AMAX`, floats with
-    an infinite scale. The scale of such groups is 1. None if no group becomes 0."""
+    an infinite scale. A group that becomes 0 has the scale 1. None if no group becomes 0."""
 
 
 def read_amax(amax: Tensor | float | None, x: Tensor, fmt: Format) -> OperatorArguments:
-    """The operator's arguments for x with the range -amax to amax; for None, each value is its code.
+    """The operator's arguments for x with the range -amax to amax; for None, the scale is 1.
 
     Args:
-        amax: broadcasts with x; it has separate scales along the axes along which it has several values.
+        amax: broadcasts with x; an axis on which amax has several values gets separate scales.
         x: any floating tensor, in the shape to which both broadcast.
         fmt: the format, whose bound is the code of amax.
 
@@ -167,8 +168,8 @@ def read_amax(amax: Tensor | float | None, x: Tensor, fmt: Format) -> OperatorAr
 def codes_per_unit(amax: Tensor, fmt: Format) -> Tensor:
     """The multiplier m that maps amax to the format's bound, in the dtype of amax.
 
-    For floats it is bound * (1 / amax), rounded twice, because torch divides a number by a tensor this way. This is at
-    most 1 ulp from the quotient.
+    For floats it is bound * (1 / amax), rounded twice, because torch divides a number by a tensor this way. The result
+    is at most 1 ulp from the quotient.
     """
     bound = torch.full_like(amax, fmt.bound)
     return bound / amax if fmt.has_zero_point else bound * amax.reciprocal()
@@ -181,7 +182,7 @@ def as_tensor(values: Tensor | float, x: Tensor) -> Tensor:
 
 
 def granularity_of(given: torch.Size, shape: torch.Size) -> tuple[Granularity, tuple[int, ...]]:
-    """The granularity of parameters of shape `given` for a tensor of shape `shape`, and `given` with all axes kept."""
+    """The granularity for parameters of shape `given` on a tensor of shape `shape`, and `given` with all axes kept."""
     if given.numel() == 1:
         return PerTensor(), (1,) * len(shape)
     full = (1,) * (len(shape) - len(given)) + tuple(given)
@@ -240,12 +241,12 @@ class ScaledQuantDescriptor:
         scale_amax: multiplies amax at every use.
         calib_method: "max" or "histogram".
         unsigned: whether codes begin at 0.
-        narrow_range: leave the lowest signed code out.
+        narrow_range: whether the lowest signed code is left out.
         dynamic: whether the range is taken from every tensor anew; true also for blocks of type "dynamic".
 
     Raises:
         TypeError: an unknown argument or one of a wrong type, or learn_amax with an axis.
-        ValueError: a negative num_bits, or block_sizes that mean nothing or come with an axis.
+        ValueError: a negative num_bits, or block_sizes that are not valid or come with an axis.
 
     >>> desc = QuantDescriptor(num_bits=4, axis=0, unsigned=True)
     >>> print(desc)
@@ -488,16 +489,16 @@ def fake_tensor_quant(
     bias: Tensor | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Inputs rounded to the values of integers with `num_bits` bits, of which amax is the largest.
+    """Round inputs to the values of integers with `num_bits` bits; amax is the largest of these values.
 
     Args:
         inputs: any shape.
         amax: the largest magnitude; broadcasts with inputs. Where it is at most 2**-24 the output is 0.
         num_bits: bits of a code.
-        unsigned: codes from 0 instead of on both sides of it.
-        narrow_range: exclude the lowest signed code, so that there are as many negative as positive codes.
+        unsigned: whether codes begin at 0, and none is negative.
+        narrow_range: whether the lowest signed code is excluded, so that there are as many negative as positive codes.
         bias: subtracted from the inputs before, and added after; broadcasts with inputs.
-        output_dtype: the dtype of the result; by default that of inputs.
+        output_dtype: the dtype of the result; by default the dtype of inputs.
 
     Raises:
         TypeError: unsigned, and inputs hold negative values; inputs are no floating tensor; or amax is None.
@@ -534,7 +535,7 @@ def tensor_quant(
     amax is at most 2**-24, codes are 0 and the scale is 1.
 
     Raises:
-        ValueError: a scale that float16 inputs cannot be multiplied with.
+        ValueError: a scale by which float16 inputs cannot be multiplied.
 
     >>> tensor_quant(torch.tensor([0.3, -1.0, 5.0]), torch.tensor(1.27))
     (tensor([  30., -100.,  127.]), tensor(100.))
@@ -558,9 +559,9 @@ def tensor_quant(
 def fake_affine_tensor_quant(
     inputs: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
 ) -> Tensor:
-    """Inputs rounded to 2**num_bits values from about min_range to max_range; 0.0 is a value if it lies between.
+    """Round inputs to 2**num_bits values from about min_range to max_range; 0.0 is one of them if it lies between.
 
-    A gradient goes where min_range <= inputs <= max_range; the ranges get none.
+    A gradient passes where min_range <= inputs <= max_range; min_range and max_range get no gradient.
 
     Source: gemmlowp, quantization.md.
 
@@ -587,10 +588,10 @@ def scaled_e4m3(
     *,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Inputs rounded to the values of an 8-bit float with 4 exponent bits, of which amax is the largest.
+    """Round inputs to the values of an 8-bit float with 4 exponent bits; amax is the largest of these values.
 
     Args:
-        inputs: any shape; what is below 2**-24 becomes 0.
+        inputs: any shape; magnitudes below 2**-24 become 0.
         amax: the largest magnitude; broadcasts with inputs. None: 448, the format's bound.
         E: exponent bits: 4.
         M: mantissa bits: 3.
@@ -625,37 +626,37 @@ def scaled_e4m3_abstract(input: Tensor, amax: Tensor | None = None) -> Tensor:
 
 
 class TensorQuantFunction:
-    """`tensor_quant` as the method `apply` of a class."""
+    """A class whose method `apply` is `tensor_quant`."""
 
     apply = staticmethod(tensor_quant)
 
 
 class FakeTensorQuantFunction:
-    """`fake_tensor_quant` as the method `apply` of a class."""
+    """A class whose method `apply` is `fake_tensor_quant`."""
 
     apply = staticmethod(fake_tensor_quant)
 
 
 class LegacyFakeTensorQuantFunction:
-    """`legacy_fake_tensor_quant` as the method `apply` of a class."""
+    """A class whose method `apply` is `legacy_fake_tensor_quant`."""
 
     apply = staticmethod(legacy_fake_tensor_quant)
 
 
 class FakeAffineTensorQuantFunction:
-    """`fake_affine_tensor_quant` as the method `apply` of a class."""
+    """A class whose method `apply` is `fake_affine_tensor_quant`."""
 
     apply = staticmethod(fake_affine_tensor_quant)
 
 
 class ScaledE4M3Function:
-    """`scaled_e4m3` as the method `apply` of a class."""
+    """A class whose method `apply` is `scaled_e4m3`."""
 
     apply = staticmethod(scaled_e4m3)
 
 
 def fake_quantize(inputs: Tensor, amax: Tensor | float | None, fmt: Format) -> Tensor:
-    """Inputs rounded to the values of any format, with amax as the format's bound; amax broadcasts with inputs.
+    """Round inputs to the values of any format, with amax as the format's bound; amax broadcasts with inputs.
 
     Without an amax the scale is 1.
 
