@@ -267,7 +267,7 @@ def test_a_folder_goes_on_to_the_same_answer(tmp_path: Path, monkeypatch: pytest
     assert (again.best.measured.way, again.call, again.reason) == (whole.best.measured.way, whole.call, whole.reason)
     assert len(ran) == len(whole.rows) - 3
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]  # what improve kept is gone
-    with pytest.raises(ConfigError, match="another path, or remove it"):
+    with pytest.raises(ConfigError, match="another path, or remove the file"):
         fq.advise(net(), rows(8, seed=1), work=tmp_path, **how)
 
 

@@ -314,7 +314,7 @@ def test_methods_are_not_compared_where_the_model_does_not_keep_what_it_saw() ->
         one.collected = None
     tried = tried_on(model, batches).tried
     assert tried[0].what == "Calibrate the inputs by another method"
-    assert "call fq.calibrate(model, batches, method), and report again" in tried[0].failed
+    assert "call fq.calibrate(model, batches, 'mse'), or with another method, and" in tried[0].failed
     names = "int8_per_token", "w8a8_dynamic", "w8a8_transformers"
     dynamic = [f"Take the preset {name}, which takes ranges at run time" for name in names]
     assert [one.what for one in tried[1:]] == dynamic

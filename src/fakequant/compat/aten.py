@@ -83,7 +83,7 @@ def fake_quantize_per_tensor_affine(
         scale: units of input per code; a float, or a tensor of one element.
         zero_point: the code of 0.0; an int, or if the scale is a tensor also a tensor of one element.
         quant_min: lowest code.
-        quant_max: highest code; the range is one of at most 24 bits, and of two codes at least.
+        quant_max: highest code; the range has at most 24 bits and at least two codes.
 
     Raises:
         CallError: a RuntimeError, as torch raises for a zero point out of range or a range that is empty.
@@ -108,7 +108,7 @@ def fake_quantize_per_channel_affine(
         zero_point: the code of 0.0 [C]; int32, or float32 or float16, which is added before rounding.
         axis: the axis of length C, counted from 0.
         quant_min: lowest code.
-        quant_max: highest code; the range is one of at most 24 bits, and of two codes at least.
+        quant_max: highest code; the range has at most 24 bits and at least two codes.
 
     Raises:
         CallError: a RuntimeError, as torch raises for wrong dtypes, shapes and values.

@@ -53,7 +53,7 @@ def fake_quant(
         scale: units of x per code; a number, or a tensor of shape [] or [1].
         zero_point: the code of 0.0, a whole number; a number, or a tensor of shape [] or [1].
         quant_min: lowest code.
-        quant_max: highest code; the range is one of at most 24 bits, and of two codes at least.
+        quant_max: highest code; the range has at most 24 bits and at least two codes.
 
     Returns:
         y, of the shape and dtype of x; the mask, bool, of the shape of x.
@@ -340,8 +340,8 @@ def _lower(model: ModelProto) -> None:
     model.opset_import.extend([*kept, helper.make_opsetid(MICROSOFT, 1)])
 
 
-def _without_axes(to: Emitter, name: str, value: str) -> str:
+def _without_axes(emitter: Emitter, name: str, value: str) -> str:
     """Add nodes that turn a parameter [groups, axes kept] into one float32 number; returns its name."""
-    if to.editor.is_constant(value):
-        return to.number(name, to.editor.tensor(value).item())
-    return to.scalar(to.as_float32(value))
+    if emitter.editor.is_constant(value):
+        return emitter.number(name, emitter.editor.tensor(value).item())
+    return emitter.scalar(emitter.as_float32(value))

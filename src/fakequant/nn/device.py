@@ -184,12 +184,12 @@ class Sums(NamedTuple):
         """The product in float, of `dtype` [shape of the sums]."""
         return torch.addcmul(self.bias, self.sums.double(), self.of_weight * self.of_input).to(dtype)
 
-    def once(self, key: tuple[Any, ...], to: CodeGrid, make: Callable[[], _Made]) -> _Made:
-        """The constants of a rule for codes in `to`, made once; they depend on scales and bias, not on sums."""
-        key = *key, id(to.scale), to.zero_point
+    def once(self, key: tuple[Any, ...], grid: CodeGrid, make: Callable[[], _Made]) -> _Made:
+        """The constants of a rule for codes in `grid`, made once; they depend on scales and bias, not on sums."""
+        key = *key, id(grid.scale), grid.zero_point
         kept = {} if self.kept is None else self.kept
         if key not in kept:
-            kept[key] = to.scale, make()  # with the scale, so that no other object gets its number
+            kept[key] = grid.scale, make()  # with the scale, so that no other object gets its number
         return kept[key][1]
 
 
@@ -253,27 +253,27 @@ class Device:
     def __repr__(self) -> str:
         return f"Device({self.name!r}, rules for {', '.join(sorted(self.rules))})"
 
-    def codes(self, computed: Computed, to: CodeGrid) -> Tensor | None:
-        """The codes of a result for a quantizer that stores in `to`; None if the device has no rule for it."""
-        rules = self.wide if to.is_wide else self.rules
+    def codes(self, computed: Computed, grid: CodeGrid) -> Tensor | None:
+        """The codes of a result for a quantizer that stores in `grid`; None if the device has no rule for it."""
+        rules = self.wide if grid.is_wide else self.rules
         rule = rules.get(computed.function)
         if rule is None and isinstance(computed.parts, Sums):
             rule = rules.get("product")
-        if rule is None or computed.parts.is_wide != to.is_wide:
+        if rule is None or computed.parts.is_wide != grid.is_wide:
             return None
-        scale = float(to.scale)
-        if (made := computed.made.get(key := (scale, *to[1:]))) is not None:
+        scale = float(grid.scale)
+        if (made := computed.made.get(key := (scale, *grid[1:]))) is not None:
             return made
         # A bound is a code, too, and infinity none.
         low, high = (
-            to.zero_point + round(bound / scale) if math.isfinite(bound) else end
-            for bound, end in ((computed.least, to.low), (computed.most, to.high))
+            grid.zero_point + round(bound / scale) if math.isfinite(bound) else end
+            for bound, end in ((computed.least, grid.low), (computed.most, grid.high))
         )
-        low, high = min(max(low, to.low), to.high), max(min(high, to.high), to.low)
-        codes = rule(computed.parts, to._replace(low=low, high=high))
+        low, high = min(max(low, grid.low), grid.high), max(min(high, grid.high), grid.low)
+        codes = rule(computed.parts, grid._replace(low=low, high=high))
         if codes.is_floating_point():
             codes = codes.clamp_(low, high)
-        codes = codes.to(to.dtype if computed.is_whole else torch.float32)  # a dtype that holds the zero point, too
+        codes = codes.to(grid.dtype if computed.is_whole else torch.float32)  # a dtype that holds the zero point, too
         for move in computed.moves:
             codes = move(codes)
         computed.made[key] = codes

@@ -94,7 +94,9 @@ def _check(layer: Any, adapter: str, path: str = "") -> None:
             "merged without use_dora and other variants"
         )
     if any(getattr(dropout, "p", 0.0) for name, dropout in layer.lora_dropout.items() if name == adapter):
-        raise ConfigError(f"{place} drops inputs out, which no weight does; give LoraConfig lora_dropout=0.0")
+        raise ConfigError(
+            f"{place} drops out inputs, which a merged weight cannot do; give LoraConfig lora_dropout=0.0"
+        )
 
 
 class _Merged:

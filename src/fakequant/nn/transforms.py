@@ -112,8 +112,8 @@ class BlockHadamard(InputTransform):
         features = weight.shape[1]
         if weight.dim() != 2 or block < 2 or block & (block - 1) or features % block:
             raise ConfigError(
-                f"blocks of {block} do not divide the {features} features of a {type(layer).__name__} into rotations; "
-                "give a power of two that divides them, for a linear layer"
+                f"a rotation by blocks of {block} does not fit the {features} features of a {type(layer).__name__}; "
+                "give a power of two that divides the features, and a linear layer"
             )
         return cls(block).to(weight.device)
 

@@ -496,17 +496,17 @@ class _Node(NamedTuple):
 _nodes: dict[Any, _Node] = {}
 
 
-def _node_of(of_x: tuple[Any, ...], scale: Tensor | None, zero_point: Tensor | None, text: str, by: str) -> _Node:
-    """The cached `_Node` for such tensors; `of_x` is the dtype, device, shape and compiled strides of x."""
+def _node_of(x_kind: tuple[Any, ...], scale: Tensor | None, zero_point: Tensor | None, text: str, name: str) -> _Node:
+    """The cached `_Node` for such tensors; `x_kind` is the dtype, device, shape and compiled strides of x."""
     of_scale = None if scale is None else (scale.dtype, scale.device, scale.shape, scale.is_contiguous())
     of_zero_point = None
     if zero_point is not None:
         of_zero_point = zero_point.dtype, zero_point.device, zero_point.shape, zero_point.is_contiguous()
-    key = text, by, of_x, of_scale, of_zero_point
+    key = text, name, x_kind, of_scale, of_zero_point
     if (known := _nodes.get(key)) is not None:
         return known
-    dtype, device, shape, stride = of_x
-    (backend,) = (backend for backend in backends() if backend.name == by)
+    dtype, device, shape, stride = x_kind
+    (backend,) = (backend for backend in backends() if backend.name == name)
     kinds = (None if own is None else ParameterKind(*own) for own in (of_scale, of_zero_point))
     plan = plan_by(backend, CallKind(QuantSpec.parse(text), VALUES, dtype, device, shape, stride, *kinds))
     x = torch.empty_strided(shape, stride, dtype=dtype, device="meta")

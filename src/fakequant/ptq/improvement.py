@@ -305,14 +305,14 @@ def _digests(weights: Mapping[str, Product], processes: Ranks) -> dict[str, str]
     return {path: digest([str(own.quantizer.spec), own.parameter]) for path, own in weights.items()}
 
 
-def check_same(processes: Ranks, values: Mapping[str, str], else_they: str) -> None:
+def check_same(processes: Ranks, values: Mapping[str, str], difference: str) -> None:
     """Raise ConfigError if the processes differ in values or in their order, and name the first layer that differs."""
     own = [*values.items()]
     for rank, others in enumerate(processes.all(own)):
         if others != own:
             places = zip([*own, (None, None)], [*others, (None, None)], strict=False)
             name = next(one[0] or other[0] for one, other in places if one != other)
-            raise ConfigError(f"the processes {else_they}: rank {rank} at {module_name(name or '')}")
+            raise ConfigError(f"the processes {difference}: rank {rank} at {module_name(name or '')}")
 
 
 def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:

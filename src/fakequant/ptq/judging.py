@@ -272,7 +272,7 @@ class Improvement:
 
     @property
     def remaining_error_of_layers(self) -> float:
-        """The share of the errors of rounding weights to nearest that is left, summed over the layers.
+        """The error by the chosen weights over the error by weights rounded to nearest, each summed over the layers.
 
         It is 1 if no weights were chosen. The errors of layers are not the error of the model.
         """

@@ -131,7 +131,7 @@ def kept_rows(file: Path, fingerprint: str, *, negated: bool = False) -> dict[Va
             return {}
     if lines[0].strip() != header:
         raise ConfigError(
-            f"{file} is no comparison of this model, these batches, and this metric=, inputs= and forward=; give "
+            f"{file} is no comparison of this model and these batches with this metric=, inputs= and forward=; give "
             "another path, or remove the file"
         )
     if not lines[-1].endswith("\n"):

@@ -281,8 +281,8 @@ def quantizes(float_class: type[nn.Module] | str) -> Callable[[LayerClass], Laye
 def quantizes_made_by(module: str) -> Callable[[LayerClass], LayerClass]:
     """Register the quantized class for all layers whose `forward` was written by a decorator of a module.
 
-    `module` is a full name, and need not be installed; `prepare` combines both classes. Raises ConfigError for a module
-    that is registered already.
+    `module` is a full name; it need not be installed, because `prepare` combines the float and the quantized class.
+    Raises ConfigError for a module that is registered already.
     """
 
     def register(quantized: LayerClass) -> LayerClass:
