@@ -337,6 +337,7 @@ class FakeQuantCache(DynamicCache):
         if sequences % len(self._padding):
             raise ConfigError(
                 f"the attention_mask of the cache has {len(self._padding)} sequences, and the model writes {sequences}"
+                "; give cache.reset() the mask of all sequences"
             )
         return [pad for pad in self._padding for _ in range(sequences // len(self._padding))]
 

@@ -29,7 +29,7 @@ from fakequant.ops import library
 from fakequant.ops.graph_operators import is_compiled_in_transforms, is_recorded, needs_tracing, quantize_as_node
 
 _AXES = {0: {-1: 0, 0: 1}, 1: {-1: 1, 0: 0}}
-"""For the axis of a factor that the product sums over: the factor's axis for each axis of a specification."""
+"""Maps the axis of a factor that the product sums over to the factor's axis for each axis of a specification."""
 
 
 @dataclass(frozen=True)

@@ -687,7 +687,7 @@ class Quantizer(QuantizerPart):
         return QParams(self.scale, self.zero_point)
 
     def set_range(self, range: Range) -> None:
-        """Set scale and zero point from a range [groups, axes kept], by `fill_empty_groups`; learning restarts."""
+        """Set scale and zero point from a range [groups, axes kept] after `fill_empty_groups`; learning restarts."""
         self.set_qparams(qparams_of_range(fill_empty_groups(range, self.spec), self.spec))
 
     def set_ranges(self, ranges: Sequence[Range], by_value: ByValue) -> None:
@@ -700,7 +700,9 @@ class Quantizer(QuantizerPart):
         Quantizer(int8 per_tensor, input, scale 0.01 to 0.02 [2], by timestep in 2 bins)
         """
         if self.kind is Kind.WEIGHT or self.dynamic or self.pinned or self.learned is not None:
-            raise ConfigError(f"{self._title()} cannot have ranges by a value: only fixed ranges of activations can")
+            raise ConfigError(
+                f"{self._title()} cannot have ranges by a value: only fixed ranges of activations can; call set_range"
+            )
         found = [qparams_of_range(fill_empty_groups(range, self.spec), self.spec) for range in ranges]
         points = [own.zero_point for own in found if own.zero_point is not None]
         table = QParams(torch.stack([own.scale for own in found]), torch.stack(points) if points else None)
@@ -729,7 +731,7 @@ class Quantizer(QuantizerPart):
         Raises a ConfigError if the quantizer is not dynamic, a QParamsError as `check_global_scale` does.
         """
         if not self.dynamic:
-            raise ConfigError(f"{self._title()} is not dynamic: its scales are fixed by calibrate")
+            raise ConfigError(f"{self._title()} is not dynamic, so that calibrate fixes its scales; leave the call out")
         check_global_scale(global_scale, self.spec)
         self.global_scale = global_scale.detach().clone()
 
@@ -757,7 +759,7 @@ class Quantizer(QuantizerPart):
         Args:
             method: one of `fakequant.nn.learned_ranges()`: "lsq" (the step), "lsq_plus" (step and offset), "pact" (the
                 clip value) or "tqt" (the logarithm of a power-of-two threshold).
-            options: of the method, such as gradient_factor=False.
+            options: the options of the method, such as gradient_factor=False.
 
         Raises:
             ConfigError: an unknown method or option, one that cannot serve the specification, or nothing to learn,
@@ -880,7 +882,9 @@ class Quantizer(QuantizerPart):
             raise CalibrationError(f"{self._title()} has no fixed scale for codes; {cure}")
         if weight is not None and (is_sharded(weight) or weight.is_meta):
             place = "sharded over processes" if is_sharded(weight) else "on the meta device, which holds no values"
-            raise ConfigError(f"the codes of {self.name or self} cannot be fixed, because its weight is {place}")
+            raise ConfigError(
+                f"the codes of {self.name or self} cannot be fixed, because its weight is {place}; give a whole weight"
+            )
         self._check_codes(codes, codes if weight is None else weight)
         exact, signed = self.spec.scale.is_exact, self.spec.has_signed_scales
         check_scale(self.qparams(codes).scale, self.spec.arithmetic, exact=exact, signed=signed, traced=False)

@@ -267,7 +267,7 @@ class StoredWeight(Tensor):
         if func is _aten.copy_.default and all(isinstance(own, StoredWeight) for own in args[:2]):
             other = args[1]
             if (first.spec, first.whole_shape) != (other.spec, other.whole_shape) or first.views or other.views:
-                raise ConfigError(f"{other} does not fit {first}")
+                raise ConfigError(f"{other} does not fit {first}; copy a weight of the same shape and specification")
             for name in ("packed", "scale", "zero_point"):
                 own, given = getattr(first, name), getattr(other, name)
                 if own is not None and given is not None and own is not given:
@@ -406,7 +406,8 @@ class StoringLayer(nn.Module):
                 spec = state_dict.get(key + SPEC)
                 spec = "unknown" if spec is None else bytes(spec.tolist()).decode()
                 if spec != str(weight.spec):
-                    raise ConfigError(f"the codes of {key} are {spec}, but the model stores codes of {weight.spec}")
+                    what = f"the codes of {key} are {spec}, but the model stores codes of {weight.spec}"
+                    raise ConfigError(f"{what}; load them into a model of that specification")
                 attribute = next(own.attribute for own in self.products() if own.name == name)
                 params = (state_dict.get(f"{prefix}{attribute}.{own}") for own in ("scale", "zero_point"))
                 state_dict = {name: own for name, own in state_dict.items() if name not in (key + CODES, key + SPEC)}

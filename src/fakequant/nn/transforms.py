@@ -176,7 +176,8 @@ class Permutation(InputTransform):
         weight = _first_weight(layer)
         if weight.dim() != 2:
             raise ConfigError(
-                f"a permutation orders the inputs of a linear layer, and this is a {type(layer).__name__}"
+                f"a permutation orders the inputs of a linear layer, and this is a {type(layer).__name__}; leave the "
+                "permutation out"
             )
         return cls(weight.shape[1]).to(weight.device)
 
@@ -250,5 +251,5 @@ def make_transform(kind: str, layer: Any, **options: int) -> InputTransform:
         raise ConfigError(f"unknown transform {kind!r}{nearest(kind, [*InputTransform._kinds])}")
     known = {*inspect.signature(cls.of).parameters} - {"layer", "options"}
     if unknown := [name for name in options if name not in known]:
-        raise ConfigError(f"the transform {kind!r} has no option {unknown[0]!r}")
+        raise ConfigError(f"the transform {kind!r} has no option {unknown[0]!r}; leave it out")
     return cls.of(layer, **options)

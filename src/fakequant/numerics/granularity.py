@@ -148,7 +148,7 @@ class PerChannel(Granularity):
     def block_shape(self, shape: Shape) -> tuple[int, ...]:
         kept = {_axis(axis, shape, self) for axis in self.axes}
         if len(kept) < len(self.axes):
-            raise ShapeError(f"{self} on shape {tuple(shape)}: an axis is named twice")
+            raise ShapeError(f"{self} on shape {tuple(shape)}: an axis is named twice; name it once")
         return tuple(1 if axis in kept else n for axis, n in enumerate(shape))
 
     def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
@@ -246,7 +246,7 @@ class PerBlock(Granularity):
         for axis, size in self.sizes:
             index = _axis(axis, shape, self)
             if index in seen:
-                raise ShapeError(f"{self} on shape {tuple(shape)}: axis {index} is named twice")
+                raise ShapeError(f"{self} on shape {tuple(shape)}: axis {index} is named twice; name it once")
             seen.add(index)
             if shape[index] % size and not self.pad:
                 raise ShapeError(
@@ -319,7 +319,7 @@ def register_granularity(name: str, parse: Callable[[str], Granularity]) -> None
     >>> del _registry["example_per_row"]  # of the example only
     """
     if _registry.get(name, parse) != parse:
-        raise SpecError(f"a different granularity is already registered as {name!r}")
+        raise SpecError(f"a different granularity is already registered as {name!r}; choose another name")
     _registry[name] = parse
 
 

@@ -99,7 +99,7 @@ def linear(x: QuantizedOperand, weight: QuantizedOperand, bias: Tensor | None) -
 
 
 def linear_sums(codes: Tensor, zero_point: int, weight: Tensor) -> Tensor | None:
-    """The exact sums of products in `linear`, int32; None if int32 may overflow, or no integer unit fits."""
+    """The exact sums of products in `linear`, int32; None if they may overflow or no unit computes them."""
     if not _fit_int32(codes, weight) or linear_unavailable(codes.device.type) is not None:
         return None
     centre = torch.tensor(zero_point, device=codes.device)
@@ -406,7 +406,7 @@ def convolution(x: QuantizedOperand, weight: PackedWeight, scale: Tensor, bias: 
 
 
 def convolution_sums(codes: Tensor, zero_point: int, weight: PackedWeight) -> Tensor | None:
-    """The exact sums of products in `convolution`, int32 or float32; None if they may not fit, or no unit fits."""
+    """The exact sums of products in `convolution`, int32 or float32; None if inexact, or no unit computes them."""
     if not _fit_int32(codes, weight.codes) or convolution_unavailable(codes.device.type) is not None:
         return None
     if (sizes := _sizes(codes, weight)) is None:

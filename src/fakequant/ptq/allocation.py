@@ -510,7 +510,7 @@ def _scores(
         raise ConfigError('choices is empty; give names of presets, such as ["INT8", "INT4_GROUP32"]')
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if _is_scored(layer)}
     if not layers:
-        raise ConfigError("the model has no linear layers and no convolutions to choose formats for")
+        raise ConfigError("the model has no linear layers and no convolutions to choose formats for; call prepare")
     trials, alone = Trials(model, HeldOut.of(given, 1, [])), _left_in_float(model)
     quantized = {name: trials.quantized(find_preset(name).with_rule(*alone)) for name in choices}
     with evaluating(model):

@@ -251,7 +251,7 @@ class ChoicesForSiblings(NamedTuple):
 
     @classmethod
     def of(cls, stage: Stage, wanted: Stage | None, choices: Mapping[str, Choice]) -> ChoicesForSiblings:
-        """Choices made by the inputs of a stage; keeps the calls of the stage if there are choices."""
+        """The choices that the inputs of a `Stage` led to, and the calls of the stage if there are choices."""
         if not choices:
             return cls({}, None, {})
         return cls(dict(stage.calls), None if wanted is None else dict(wanted.calls), choices)
@@ -366,7 +366,7 @@ class Collector:
         return [] if first.is_stack else [name for name in everywhere[0] if all(name in own for own in everywhere)]
 
     def inputs(self, stage: Stage) -> dict[int, list[tuple[Tensor, ...]]]:
-        """By the number of a batch, for each call, a layer's unquantized inputs without masked tokens."""
+        """A layer's unquantized inputs without masked tokens, for each call, by the number of the batch."""
         layer = self._layers[stage.name]
 
         def unmasked(inputs: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:

@@ -47,7 +47,7 @@ class Comparison:
     """The result of `compare`; prints as a table, the best first.
 
     Attributes:
-        rows: the largest metric first, without one the smallest error; then those that failed.
+        rows: by falling metric, without a metric by rising error; failed rows come last.
         float_metric: the metric of the model in float; None without one.
         float_milliseconds: the time of one forward pass of the first batch by the model in float.
         metric: the name of the metric.

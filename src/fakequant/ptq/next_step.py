@@ -281,8 +281,8 @@ class AdviceContext:
         improved: whether `improve` already chose the weights.
         arguments: what `calibrate` takes besides the batches, as text for the code, such as ", inputs=0".
         call: the positional and keyword arguments of a call of the model; None if they are not known.
-        command: returns the command that makes the model with another preset=, method=, improve= or float=, another
-            rule= or folds=True; None where the code is Python.
+        command: returns the command that makes the model with other arguments (preset=, method=, improve=, float=,
+            rule=, folds=); None where the code is Python.
         target: the engine that will run it; None for no engine in particular.
     """
 

@@ -106,7 +106,7 @@ class _StreamWalk:
         self._running = 0  # layers and normalisations
 
     def root(self, group: Residual) -> Residual:
-        """The group into which a group was merged; without a merge, the group itself."""
+        """The stream into which a stream was merged; without a merge, the stream itself."""
         while group in self._into:
             group = self._into[group]
         return group

@@ -140,7 +140,7 @@ def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str,
 
 
 def _added_to(recording: Recording, value: int) -> int | None:
-    """The number of the value of the same shape to which `value`, if it has a single reader, is added; else None."""
+    """If `value` is read once, to add it to a value of the same shape, the number of that value; else None."""
     shape = recording.values[value].shape
     while len(calls := recording.consumers.get(value, ())) == 1:
         (call,) = calls

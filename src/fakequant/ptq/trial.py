@@ -208,7 +208,7 @@ LAYERS_ALONE = Preparation()
 
 
 class Trials:
-    """Quantized copies of a float model, made by some batches and judged by others; `times` asks for forward times."""
+    """Quantized copies of a float model, made by some batches and judged by others; with `times`, also timed."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ def calibrated_weights(model: Any, caller: str) -> dict[str, Product]:
         )
     for path, weight in weights.items():
         if weight.parameter is not None and not bool(weight.parameter.isfinite().all()):
-            raise CalibrationError(f"{module_name(layer_of(path))}: its weight holds NaN or inf")
+            raise CalibrationError(f"{module_name(layer_of(path))}: its weight holds NaN or inf; load finite weights")
     return weights
 
 

@@ -112,7 +112,7 @@ def test_a_new_kind_is_one_class(tmp_path: Path) -> None:
 def test_what_fits_no_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match="blocks of 64 does not fit the 32 features"):
         make_transform("block_hadamard", LAYERS["linear"][0], block=64)
-    with pytest.raises(ConfigError, match="blocks of 2 do not divide"):
+    with pytest.raises(ConfigError, match="blocks of 2 does not fit"):
         make_transform("block_hadamard", LAYERS["conv1d"][0], block=2)
     with pytest.raises(ConfigError, match="unknown transform 'channel_scales'; did you mean channel_scale"):
         make_transform("channel_scales", LAYERS["linear"][0])

@@ -115,7 +115,7 @@ _PARAMS = "Tensor weight, Tensor? bias, Tensor? scale, Tensor? zero_point"
 
 
 def written_as_loops(why_not: str | None = None) -> AbstractContextManager[None]:
-    """A context in which layers call the loop operator if it supports their quantizers, and never with `why_not`."""
+    """A context in which layers call the loop operator if it supports their quantizers; with `why_not` they do not."""
     return set_to(_why_not, why_not)
 
 

@@ -67,7 +67,7 @@ def register_format(fmt: Format) -> Format:
     >>> del _registry["example_float6_e4m1"]  # of the example only
     """
     if _registry.get(fmt.name, fmt) != fmt:
-        raise SpecError(f"a different format is already registered as {fmt.name!r}")
+        raise SpecError(f"a different format is already registered as {fmt.name!r}; choose another name")
     _registry[fmt.name] = fmt
     return fmt
 

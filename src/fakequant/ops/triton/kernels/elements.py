@@ -547,7 +547,7 @@ def to_code(code, table, CALL: tl.constexpr):
 
 @triton.jit
 def float_pattern(code, CALL: tl.constexpr):
-    """The bit pattern of a small float: for normal numbers the exponent bias changes, for subnormals steps count."""
+    """The bit pattern of a small float: normal numbers get another exponent bias, subnormals are counts of steps."""
     magnitude = tl.abs(code)
     if code.dtype == tl.float64:
         cut = (bits_of(magnitude) >> (52 - CALL.mantissa_bits)).to(tl.int32)
