@@ -1,13 +1,14 @@
 """Changes places of the sources that a seed chooses, one at a time, and sees that a quick test finds each change.
 
-    python tests/native/mutants.py map               # which test runs which line, once: 15 minutes
-    python tests/native/mutants.py try --seed 7 --count 100
-    python tests/native/mutants.py try --seed 7 --only ptq/search.py:71
+    python tests/native/mutants.py --seed 7 --count 100
+    python tests/native/mutants.py --seed 7 --only ptq/search.py:71
 
 `mutations.txt` has the changes that a person wrote for the arithmetic. These are for the rooms around it (`ROOMS`): a
 comparison, a number, a sign, a condition or a statement of a function becomes another. Only tests that run the changed
-line can find the change, and the fastest of them run first. What survives has no test, or makes no difference: a person
-decides, and names the second kind in `equal.txt` with its reason.
+statement can find the change, and the fastest of them run first. A first run of the quick tests says which these are:
+in a copy of the tree, each statement to change begins with a mark, which costs nothing beside coverage of all lines.
+What survives has no test, or makes no difference: a person decides, and names the second kind in `equal.txt` with its
+reason.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ROOMS = {
     "ptq": ["ptq"],
 }
 """The folders of the sources, and the folders of the tests that are about them."""
-MAP = FOLDER / "lines.json"
+PATHS = {"PYTHONPATH": os.pathsep.join([str(TREE / "src"), str(TREE)])}
 EQUAL = Path(__file__).with_name("equal.txt")
 SECONDS = 60
 """Tests of a changed line run for at most this long, the fastest first."""
@@ -65,6 +66,10 @@ class Mutant:
     start: int
     end: int
     new: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
 
     def text(self, source: str) -> str:
         """The source with the change."""
@@ -138,59 +143,60 @@ def _text(node: ast.expr, line: bytes) -> str:
     return line[node.col_offset : node.end_col_offset].decode()
 
 
-class Recorder:
-    """A plugin of pytest: the lines of the sources that each test runs, and its seconds."""
-
-    def __init__(self) -> None:
-        import coverage
-
-        self.coverage = coverage.Coverage(data_file=None, include=[str(ROOT / SOURCE / "*")], config_file=False)
-        self.seconds: dict[str, float] = {}
-        self.coverage.start()
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.coverage.switch_context(nodeid)
-
-    def pytest_runtest_logreport(self, report) -> None:
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
-
-    def write(self) -> None:
-        """Write the map: the seconds of tests, and for each file and line the numbers of the tests that run it."""
-        self.coverage.stop()
-        data, numbers = self.coverage.get_data(), {name: number for number, name in enumerate(self.seconds)}
-        lines = {
-            str(Path(file).relative_to(ROOT)): {
-                line: [numbers[name] for name in names if name in numbers]
-                for line, names in data.contexts_by_lineno(file).items()
-            }
-            for file in data.measured_files()
-        }
-        MAP.parent.mkdir(parents=True, exist_ok=True)
-        MAP.write_text(json.dumps({"seconds": self.seconds, "lines": lines}))
+MARK = "__import__('tests.native.reached').native.reached.add({!r})"
 
 
-def make_map() -> int:
-    """Run the quick tests of the rooms, and write which test runs which line."""
-    import pytest
+def marked(file: str, source: str, lines: set[int]) -> str | None:
+    """A source whose statements at some lines note `Mutant.place` when they run; None if a line has no room for it."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    text, marks = [line.encode() for line in source.splitlines(keepends=True)], []
+    for place in lines:
+        inside = [node for node in nodes if node.lineno <= place <= (node.end_lineno or 0)]
+        node = max(inside, key=lambda node: (node.lineno, node.col_offset))
+        mark = MARK.format(f"{file}:{place}")
+        if header := {ast.If: "test", ast.While: "test", ast.For: "iter", ast.Match: "subject"}.get(type(node)):
+            part = getattr(node, header)
+            marks += [(part.lineno, part.col_offset, f"({mark} or ("), (part.end_lineno, part.end_col_offset, "))")]
+        elif hasattr(node, "body"):
+            return None
+        else:
+            marks.append((node.lineno, node.col_offset, f"{mark}; "))
+    # From the end, so that columns stay right.
+    for line, column, mark in sorted(marks, reverse=True):
+        text[line - 1] = text[line - 1][:column] + mark.encode() + text[line - 1][column:]
+    return b"".join(text).decode()
 
-    recorder = Recorder()
+
+def reaching(chosen: list[Mutant]) -> tuple[dict[str, float], dict[str, list[str]]]:
+    """The seconds of the quick tests of the rooms, and for each place of a change the tests that run its statement."""
+    copy_tree()
+    for file in {mutant.file for mutant in chosen}:
+        lines = {mutant.line for mutant in chosen if mutant.file == file}
+        (TREE / file).write_text(marked(file, (ROOT / file).read_text(), lines) or "")
     folders = sorted({f"tests/{folder}" for folders in ROOMS.values() for folder in folders})
-    options = ["-q", "-n", "0", "-m", "not exhaustive and not slow", "--rootdir", str(ROOT)]
-    code = pytest.main([*options, *folders], plugins=[recorder])
-    recorder.write()
-    return int(code)
+    options = ["-q", "-n", "2", "--dist", "loadfile", "-m", "not exhaustive and not slow", "-p", "tests.native.reached"]
+    command = [sys.executable, "-m", "pytest", *options, *folders]
+    subprocess.run(command, cwd=TREE, env=os.environ | PATHS | {"REACHED": str(FOLDER)}, stdout=subprocess.DEVNULL)
+    copy_tree()
+    seconds, tests = dict[str, float](), defaultdict[str, list[str]](list)
+    for part in FOLDER.glob("reached-*.json"):
+        for test, (spent, places) in json.loads(part.read_text()).items():
+            seconds[test] = spent
+            for place in places:
+                tests[place].append(test)
+        part.unlink()
+    return seconds, tests
 
 
-def tests_of(mutant: Mutant, known: dict) -> tuple[list[str], int]:
-    """The fastest tests that run a line, as many as `SECONDS` allow, and how many run it."""
-    names, tests = list(known["seconds"]), known["lines"].get(mutant.file, {}).get(str(mutant.line), [])
+def fastest(tests: list[str], seconds: dict[str, float]) -> list[str]:
+    """The fastest tests, as many as `SECONDS` allow."""
     spent, chosen = 0.0, list[str]()
-    for seconds, name in sorted((known["seconds"][names[number]], names[number]) for number in tests):
-        spent += seconds
+    for test in sorted(tests, key=seconds.__getitem__):
+        spent += seconds[test]
         if chosen and spent > SECONDS:
             break
-        chosen.append(name)
-    return chosen, len(tests)
+        chosen.append(test)
+    return chosen
 
 
 def is_found(mutant: Mutant, tests: list[str]) -> bool:
@@ -204,10 +210,9 @@ def is_found(mutant: Mutant, tests: list[str]) -> bool:
     arguments = FOLDER / "tests.txt"
     arguments.write_text("\n".join(test for names in by_file.values() for test in names))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", f"@{arguments}"]
-    paths = {"PYTHONPATH": os.pathsep.join([str(TREE / "src"), str(TREE)])}
     try:
         file.write_text(mutant.text(right))
-        run = subprocess.run(command, cwd=TREE, env=os.environ | paths, capture_output=True, text=True, timeout=600)
+        run = subprocess.run(command, cwd=TREE, env=os.environ | PATHS, capture_output=True, text=True, timeout=600)
     except subprocess.TimeoutExpired:
         return True
     finally:
@@ -215,44 +220,49 @@ def is_found(mutant: Mutant, tests: list[str]) -> bool:
     return run.returncode != 0
 
 
-def try_out(seed: int, count: int, only: str | None) -> int:
-    """Make the changes of a seed, print what survives, and return how many did."""
-    known, equal = json.loads(MAP.read_text()), EQUAL.read_text() if EQUAL.exists() else ""
-    choice = random.Random(seed)
+def draw(seed: int, count: int, only: str | None) -> list[Mutant]:
+    """Changes of a seed that compile, have a place for a mark, and are not named in `equal.txt`."""
+    equal = EQUAL.read_text() if EQUAL.exists() else ""
     files = [path for room in ROOMS for path in sorted((ROOT / SOURCE / room).rglob("*.py"))]
-    chosen = [mutant for path in files for mutant in mutants_of(path)]
-    choice.shuffle(chosen)
-    if only:
-        chosen = [m for m in chosen if f"{m.file}:{m.line}".endswith(only)]
-    copy_tree()
-    survived = tried = 0
-    for mutant in chosen:
-        if tried == count:
-            break
-        source = (TREE / mutant.file).read_text()
-        told = mutant.told(source)
-        if told.partition("\n")[2] in equal:
+    drawn = [mutant for path in files for mutant in mutants_of(path)]
+    random.Random(seed).shuffle(drawn)
+    chosen = list[Mutant]()
+    for mutant in drawn:
+        source = (ROOT / mutant.file).read_text()
+        if only and not mutant.place.endswith(only):
+            continue
+        if mutant.told(source).partition("\n")[2] in equal or not marked(mutant.file, source, {mutant.line}):
             continue
         try:
             compile(mutant.text(source), mutant.file, "exec")
         except SyntaxError:
             continue
-        tried += 1
-        start = time.monotonic()
-        tests, number = tests_of(mutant, known)
+        chosen.append(mutant)
+        if len(chosen) == count:
+            break
+    return chosen
+
+
+def try_out(chosen: list[Mutant]) -> int:
+    """Make the changes, print what survives, and return how many did."""
+    seconds, tests_of = reaching(chosen)
+    survived = 0
+    for mutant in chosen:
+        start, tests = time.monotonic(), fastest(tests_of[mutant.place], seconds)
         found = bool(tests) and is_found(mutant, tests)
         survived += not found
         state = "found   " if found else "SURVIVED" if tests else "NO TEST "
-        print(f"{state} {told}\n  {len(tests)} of {number} tests, {time.monotonic() - start:.0f} s", flush=True)
-    print(f"{tried - survived} of {tried} changes are found")
+        told = mutant.told((TREE / mutant.file).read_text())
+        spent = time.monotonic() - start
+        print(f"{state} {told}\n  {len(tests)} of {len(tests_of[mutant.place])} tests, {spent:.0f} s", flush=True)
+    print(f"{len(chosen) - survived} of {len(chosen)} changes are found")
     return survived
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("work", choices=["map", "try"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--only")
+    parser.add_argument("--only", help="the end of a file's name and a line, file.py:71")
     asked = parser.parse_args()
-    sys.exit(make_map() if asked.work == "map" else min(1, try_out(asked.seed, asked.count, asked.only)))
+    sys.exit(min(1, try_out(draw(asked.seed, asked.count, asked.only))))
