@@ -97,17 +97,54 @@ def test_biases_at_a_tie_go_away_from_zero() -> None:
     assert found.tolist() == [16, 32, 48, 64]
 
 
-def test_sums_are_shifts_of_integers() -> None:
+@pytest.mark.parametrize(
+    ("sign", "ratios", "points", "shift"),
+    [
+        (1, (0.4, 1.4), (13, 200, 90), 13),
+        (1, (4793 / 2**13, 5237 / 2**13), (0, 128, 84), 13),  # the constant is halfway between two multiples of 256
+        (1, (0.5, 1.4995), (17, 30, 0), 13),
+        (1, (0.5, 1.4996), (17, 30, 0), 12),  # whose sum is 2 in 11 bits
+        (-1, (0.4, 1.4), (13, 200, 90), 13),
+        (-1, (0.9, 0.7), (0, 128, 84), 14),
+    ],
+)
+def test_sums_are_shifts_of_integers(sign: int, ratios: tuple[float, ...], points: tuple[int, ...], shift: int) -> None:
     a = b = torch.arange(256, dtype=torch.uint8)
-    grids = [CodeGrid(torch.tensor(s, dtype=torch.float64), z, 0, 255) for s, z in ((0.0125, 13), (0.04375, 200))]
-    to = CodeGrid(torch.tensor(0.03125, dtype=torch.float64), 90, -(2**40), 2**40)
-    found = qnn.add(Operands((GridCodes(a[:, None], grids[0]), GridCodes(b[None], grids[1]))), to)
-    ratios = [float(np.float32(grid.scale)) / 0.03125 for grid in grids]
-    shift = 13 - math.floor(math.log2(sum(ratios)))
-    ma, mb = (round(ratio * 2**shift) for ratio in ratios)
-    constant = 256 * round((90.5 * 2**shift - ma * 13 - mb * 200) / 256)
+    numbers = zip((ratios[0] / 32, ratios[1] / 32, 1 / 32), points, strict=True)
+    *grids, to = (CodeGrid(torch.tensor(s, dtype=torch.float64), z, 0, 255) for s, z in numbers)
+    to = to._replace(low=-(2**40), high=2**40)
+    rule = qnn.add if sign > 0 else qnn.sub
+    found = rule(Operands((GridCodes(a[:, None], grids[0]), GridCodes(b[None], grids[1]))), to)
+    ma, mb = (
+        by * round(float(np.float32(ratio / 32)) * 32 * 2**shift) for by, ratio in zip((1, sign), ratios, strict=True)
+    )
+    constant = 256 * math.ceil(((points[2] + 0.5) * 2**shift - ma * points[0] - mb * points[1]) / 256 - 0.5)
     wanted = [[(ma * i + mb * j + constant) >> shift for j in range(256)] for i in range(256)]
     assert torch.equal(found, torch.tensor(wanted, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "joined", "least", "most"),
+    [((0.0, 50.0), False, 10, 60), ((-10.0, 245.0), True, 0, 255), ((7.0, 300.0), True, 0, 255)],
+)
+def test_a_bound_at_the_last_code_joins_what_was_stored(
+    bounds: tuple[float, float], joined: bool, least: int, most: int
+) -> None:
+    """The result is rounded once then, and the other bound is lost; otherwise codes are rounded twice."""
+    device, one = known_engines()["qnn"].device, torch.tensor(1.0, dtype=torch.float64)
+    assert device is not None
+    sums, to = torch.arange(-900, 900, dtype=torch.int32)[:, None], CodeGrid(one, 10, 0, 255)
+    source = Computed("conv1d", Sums(sums[..., None], one, one / 3, 0 * one), is_whole=True)
+    stored = CodeGrid(1.1 * one, 100, 0, 255)
+    codes = device.codes(source, stored)
+    assert codes is not None
+    x = DeviceTensor.of(torch.zeros(sums.shape), GridCodes(codes, stored, source=source), device)
+    with torch.no_grad():
+        found = device.codes(torch.clamp(x, *bounds).has, to)  # type: ignore[attr-defined]
+    assert found is not None
+    twice = torch.floor((codes.double() - 100) * float(np.float32(1.1)) + 10.5).clamp(least, most)
+    assert torch.equal(found, device.codes(source, to) if joined else twice.to(torch.uint8))  # type: ignore[arg-type]
+    assert (found.min(), found.max()) == (least, most)
 
 
 def test_sums_of_16_bits_have_an_even_constant() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -360,7 +361,7 @@ def test_a_file_that_does_not_load_says_what_does(tmp_path: Path) -> None:
 class Bounded(nn.Module):
     """A convolution and a Hardtanh, which a sum reads, too."""
 
-    def __init__(self, bound: nn.Module, *, twice: bool = False) -> None:
+    def __init__(self, bound: Callable[[Tensor], Tensor], *, twice: bool = False) -> None:
         super().__init__()
         self.first, self.bound, self.second, self.twice = nn.Conv2d(3, 8, 3), bound, nn.Conv2d(8, 8, 1), twice
 
@@ -376,18 +377,23 @@ class Bounded(nn.Module):
         ("int8_affine", nn.Hardtanh(-0.1, 5.0), 0),
         ("int8_affine", nn.Hardtanh(0.0, 0.7), 1),  # engines know it
         ("int8_affine", nn.ReLU6(), 1),
+        ("int8_affine", partial(torch.clamp, min=-0.1), 0),
+        ("int8_affine", partial(torch.clamp, min=0), 0),  # which torch writes as Max
+        ("int8_affine", partial(torch.clamp, max=0), 0),
         ("int8", nn.Hardtanh(), 1),  # whose codes end at -128, and those of the bound at -127
     ],
 )
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_clip_where_codes_end_is_left_out(
-    preset: str, bound: nn.Module, left: int, twice: bool, tmp_path: Path
+    preset: str, bound: Callable[[Tensor], Tensor], left: int, twice: bool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     batches = [2 * torch.randn(2, 3, 8, 8) for _ in range(3)]
-    model = fq.prepare(Bounded(bound, twice=twice).eval(), preset, batches[0], target="openvino")
+    model = fq.prepare(
+        Bounded(bound, twice=twice).eval(), preset, batches[0], target="qnn" if preset != "int8" else "openvino"
+    )
     fq.calibrate(model, batches, progress=False)
     export_onnx(model, batches[0], path := tmp_path / "model.onnx")
-    assert [node.op_type for node in onnx.load(path).graph.node].count("Clip") == left
+    assert sum(node.op_type in ("Clip", "Max", "Min") for node in onnx.load(path).graph.node) == left
     report = fq.verify_onnx(path, model, batches)
     assert report.exact, str(report)

@@ -21,6 +21,7 @@ integer, while torch keeps NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,7 @@ def lower(
     equal: dict[tuple[Any, ...], SiteRecord] = {}
     renamed: dict[str, str] = {}
     outputs = {output.name for output in model.graph.output}
-    clips = {node.output[0]: node for node in model.graph.node if node.op_type == "Clip"}
+    clips = {node.output[0]: node for node in model.graph.node if node.op_type in ("Clip", "Max", "Min")}
     readers: dict[str, list[NodeProto]] = {}
     for node in model.graph.node:
         for name in names_read([node]):
@@ -118,11 +119,13 @@ def lower(
                 if same is not None and site.y not in outputs:
                     record = replace(same, quantizer=site.path)
                 else:
-                    identity, clip = _identity(site), clips.get(site.x)
-                    bounds = [] if clip is None else _idle_bounds(site, clip, node, readers[site.x], outputs)
+                    identity, clip, bounds = _identity(site), clips.get(site.x), list[float]()
+                    # QNN starts no file where two quantizers follow each other either.
+                    if clip is not None and clip.input[0] not in renamed:
+                        bounds = _idle_bounds(site, clip, node, readers[site.x], outputs)
                     if clip is not None and bounds:
                         nodes.remove(clip)
-                        site.x = renamed.get(clip.input[0], clip.input[0])
+                        site.x = clip.input[0]
                     record = replace(_express(site, path in dynamic or site.scale in computed), clip=bounds)
                     equal |= {} if site.constant is None else {identity: record}
                 records.append(record)
@@ -154,17 +157,24 @@ def _identity(site: EmittedSite) -> tuple[Any, ...]:
 def _idle_bounds(
     site: EmittedSite, clip: NodeProto, own: NodeProto, readers: Sequence[NodeProto], outputs: Collection[str]
 ) -> list[float]:
-    """The bounds of a Clip that can be removed because its readers' codes end at the same bounds; else empty."""
-    names = [name for name in clip.input[1:] if name]
+    """The bounds of a Clip that can be removed because its readers' codes end at the same bounds; else empty.
+
+    torch writes a clamp with one bound that is an integer as Max or Min.
+    """
+    names = (*clip.input[1:], "", "")[:2] if clip.op_type != "Min" else ("", *clip.input[1:])
     is_integer = isinstance(site.spec.format, IntegerFormat) and isinstance(site.spec.granularity, PerTensor)
-    if len(names) < 2 or not is_integer or site.constant is None or not all(map(site.editor.is_constant, names)):
+    if not is_integer or site.constant is None or not all(map(site.editor.is_constant, filter(None, names))):
+        return []
+    bounds = [site.editor.tensor(name).reshape(-1).tolist() if name else [] for name in names]
+    if any(len(bound) > 1 for bound in bounds):
         return []
     seen = {clip.output[0], *(name for node in readers if len(readers) > 1 for name in node.output)}
     if not seen.isdisjoint(outputs) or not all(_is_equal(site.editor, own, node) for node in readers):
         return []
-    ends = torch.stack([*map(site.editor.tensor, names)]).float()
-    # QNN starts no file where a Clip below 0 stands between a product and its quantizer. It knows ReLU6.
-    codes = library.encode(ends, site.constant, site.spec) if float(ends[0]) < 0 else None
+    ends = torch.tensor([*(bounds[0] or [-math.inf]), *(bounds[1] or [math.inf])], dtype=torch.float32, device="cpu")
+    # QNN starts no file where a Clip stands between a product and its quantizer, except ReLU6.
+    is_unknown = float(ends[0]) < 0 or not bounds[1]
+    codes = library.encode(ends, site.constant, site.spec) if is_unknown else None
     whole = [site.spec.format.quant_min, site.spec.format.quant_max]
     return ends.tolist() if codes is not None and codes.tolist() == whole else []
 

@@ -35,13 +35,18 @@ _MOVES = frozenset(
 """Functions that only move, copy or select elements, or take the maximum of neighbours."""
 _DROPOUTS = frozenset(("dropout", "alpha_dropout", "feature_alpha_dropout", *(f"dropout{n}d" for n in (1, 2, 3))))
 """Functions that return their input in eval mode."""
+_COPIES = frozenset(("contiguous", "clone", "detach", "to", "float"))
+"""Of the moves, functions that leave each element at its place; exported files leave the functions out."""
 _PICKS = frozenset(f"max_pool{n}d" for n in (1, 2, 3))
 _OF_FORM = frozenset(
     [Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__]
     + [getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_meta")]
 )
 """Properties and methods of a tensor that do not read its values."""
-_BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0)}
+BOUNDS = {
+    **{"relu": (0.0, math.inf), "relu6": (0.0, 6.0), "hardtanh": (-1.0, 1.0)},
+    **dict.fromkeys(("clamp", "clip"), (-math.inf, math.inf)),
+}
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 _PRODUCTS = ("linear", "matmul", *_CONVOLUTIONS, *(f"conv_transpose{n}d" for n in (1, 2, 3)))
 _STRIDED = "strided depthwise"
@@ -133,11 +138,13 @@ class GridCodes(NamedTuple):
         stored: the codes in an integer dtype; in a float dtype if gradients are wanted, or values may be NaN.
         grid: the values of the codes.
         kept: for a weight, the cache of its quantizer.
+        source: the result that was rounded to these codes, if a rule computed it.
     """
 
     stored: Tensor
     grid: CodeGrid
     kept: Kept | None = None
+    source: Computed | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -242,6 +249,8 @@ class Device:
         source: the program from which the rules come, and how far the rules were compared with it.
         wide: the rules where activations have codes of 16 bits, before and after the function.
         unsigned: whether codes of activations are unsigned.
+        joins: whether the engine makes one function of a stored result, and a ReLU or clamp that reads it. It does so
+            where a bound is the first or the last code: it rounds once, and the other bound is lost.
     """
 
     name: str
@@ -249,6 +258,7 @@ class Device:
     source: str
     wide: Mapping[str, Callable[[Any, CodeGrid], Tensor]] = field(default_factory=dict)
     unsigned: bool = False
+    joins: Callable[[Computed], bool] | None = None
 
     def __repr__(self) -> str:
         return f"Device({self.name!r}, rules for {', '.join(sorted(self.rules))})"
@@ -269,6 +279,9 @@ class Device:
             grid.zero_point + round(bound / scale) if math.isfinite(bound) else end
             for bound, end in ((computed.least, grid.low), (computed.most, grid.high))
         )
+        source = computed.parts.tensors[0].source if computed.function in BOUNDS else None  # type: ignore[union-attr]
+        if source is not None and (low <= grid.low or high >= grid.high) and self.joins and self.joins(source):
+            return self.codes(replace(source, moves=(*source.moves, *computed.moves)), grid)
         low, high = min(max(low, grid.low), grid.high), max(min(high, grid.high), grid.low)
         codes = rule(computed.parts, grid._replace(low=low, high=high))
         if codes.is_floating_point():
@@ -348,8 +361,13 @@ class DeviceTensor(Tensor):
                 return func(*args, **kwargs)
             if (called := called_as(func)) is not None:
                 function = called.function.name
-                see = _product if function in _PRODUCTS else _bounded if function in _BOUNDS else _of_stored
-                result = see(called, func, args, kwargs)
+                if function in BOUNDS:
+                    result = _bounded(function, func, args, kwargs)
+                else:
+                    see = _product if function in _PRODUCTS else _of_stored
+                    result = see(called, func, args, kwargs)
+            elif name.strip("_") in BOUNDS:
+                result = _bounded(name.strip("_"), func, args, kwargs)
             elif args and name in _DROPOUTS and not _trains(args, kwargs):
                 result = args[0]
             elif args and name.strip("_") in _MOVES:
@@ -429,8 +447,9 @@ def stored(
     is_simulated, wants_gradient = codes is None, torch.is_grad_enabled()
     if codes is None and encode is not None and not wants_gradient:
         codes = encode(plain(x))
+    source = None if is_simulated else computed
     if codes is not None and not codes.is_floating_point() and not wants_gradient:
-        has = GridCodes(codes, grid, kept)
+        has = GridCodes(codes, grid, kept, source)
         with torch._C.DisableTorchFunctionSubclass():
             return DeviceTensor.later(partial(has.values, x.dtype), x, codes.shape, has, device)
     values = plain(x)
@@ -438,7 +457,7 @@ def stored(
         values = quantize(values)
         codes = torch.round(values.detach().float() / grid.scale.float()) + grid.zero_point
         return DeviceTensor.of(values, GridCodes(codes, grid, kept), device)
-    has = GridCodes(codes, grid, kept)
+    has = GridCodes(codes, grid, kept, source)
     of_device = has.values(values.dtype)
     differentiable = wants_gradient and values.requires_grad
     return DeviceTensor.of(_Straight.apply(quantize(values), of_device) if differentiable else of_device, has, device)
@@ -608,18 +627,26 @@ def _exact_sums(
     return sum((summed(*part).double() for part in parts), torch.zeros((), dtype=torch.float64, device="cpu"))
 
 
-def _bounded(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
-    """Bound a result before it is rounded by a ReLU, ReLU6 or hardtanh, which engines fuse; else NotImplemented."""
-    (x,) = arguments_of(called, args, kwargs).values()
-    if not isinstance(x, DeviceTensor) or not isinstance(x.has, Computed):
+def _bounded(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Bound a result before it is rounded, or codes, by a ReLU or clamp; NotImplemented without a rule."""
+    x, *rest = (*args, *kwargs.values())
+    if not isinstance(x, DeviceTensor) or x.has is None or any(isinstance(bound, Tensor) for bound in rest):
         return NotImplemented
-    least, most = _BOUNDS[called.function.name]
-    if called.function.name == "hardtanh":
-        named = dict(zip(("min_val", "max_val"), args[1:3], strict=False)) | kwargs
-        least, most = named.get("min_val", least), named.get("max_val", most)
+    least, most = BOUNDS[name]
+    if name in ("hardtanh", "clamp", "clip"):
+        words = ("min_val", "max_val") if name == "hardtanh" else ("min", "max")
+        given = dict(zip(words, args[1:3], strict=False)) | kwargs
+        least, most = (
+            end if given.get(word) is None else given[word] for word, end in zip(words, (least, most), strict=True)
+        )
+    has = x.has
+    if isinstance(has, GridCodes):
+        if name not in x.device_of.rules:
+            return NotImplemented
+        has = Computed(name, Operands((has,)), is_whole=has.is_whole)
     # Bounds of several functions in a row hold together.
-    low, high = (min(max(bound, x.has.least), x.has.most) for bound in (least, most))
-    return _call(func, args, kwargs, x.device_of, replace(x.has, least=low, most=high), x.shape)
+    low, high = (min(max(bound, has.least), has.most) for bound in (least, most))
+    return _call(func, args, kwargs, x.device_of, replace(has, least=low, most=high), x.shape)
 
 
 def _moved(name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -652,7 +679,8 @@ def _moved(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return DeviceTensor.later(partial(has.values, x.dtype), x, codes.shape, has, x.device_of)
     values = func(*plain(args), **kwargs)
     if isinstance(values, Tensor):
-        return DeviceTensor.of(values, GridCodes(codes, grid), x.device_of)
+        source = x.has.source if name in _COPIES else None
+        return DeviceTensor.of(values, GridCodes(codes, grid, source=source), x.device_of)
     pairs = zip(values, codes, strict=True)
     return type(values)(DeviceTensor.of(one, GridCodes(own, grid), x.device_of) for one, own in pairs)
 
@@ -680,9 +708,10 @@ def _of_stored(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
     tensors, name = tuple(arguments_of(called, args, kwargs).values()), called.function.name
     if len(tensors) < called.function.fewest or (device := _device_of(*tensors)) is None:
         return NotImplemented
-    if name not in device.rules or (name == "add" and "alpha" in kwargs):
+    if name not in device.rules or (name in ("add", "sub") and "alpha" in kwargs):
         return NotImplemented
-    parts, whole = Operands(tuple(x.has for x in tensors)), all(x.has.is_whole for x in tensors)
+    # Without the sources of operands, so that no result keeps all results before it.
+    parts, whole = Operands(tuple(x.has._replace(source=None) for x in tensors)), all(x.has.is_whole for x in tensors)
     if name in _MEANS:
         (x,) = tensors
         with torch.no_grad():
