@@ -79,7 +79,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "model on meta": (GOOD.replace("Linear(8, 2)", "Linear(8, 2, device='meta')"), r"meta"),
     "generator kept": (
         f"{MODEL}kept = (torch.ones(4, 8) for _ in range(2))\ndef calibration_batches():\n    return kept\n",
-        r"returned one generator twice, .*; make the generator inside the function",
+        r"returned the same generator twice, .*; make the generator inside the function",
     ),
     "evaluate nothing": (evaluate("None"), r"evaluate\(model\) returned None of type NoneType, not a number"),
     "evaluate text": (evaluate("'good'"), r"evaluate\(model\) returned 'good' of type str, not a number"),
@@ -305,7 +305,7 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a rule of three": (
         lambda _: fq.Rule("2", "int8", "int4"),
-        r"a pattern and a preset, got 'int4' too; name the others",
+        r"a pattern and a preset, got 'int4' too; use keywords",
     ),
     "sensitivity unprepared": (
         lambda _: fq.sensitivity(net(), [X]),

@@ -146,7 +146,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "train to a text": (lambda _: tune(loss=lambda a, b: "x"), r"the loss of batch 1 is 'x', not a tensor of one num"),
     "train by no teacher": (lambda _: tune(teacher="slf"), r"the teacher must be a module, or \"self\" .* got 'slf'"),
-    "train without targets": (lambda _: tune(None, [X]), r"a batch is of type Tensor, and the loss needs targets; gi"),
+    "train without targets": (lambda _: tune(None, [X]), r"a batch is of type Tensor, but the loss needs targets; gi"),
     "train for less than nothing": (lambda _: fq.qat.Schedule(0.1, -1), r"original_epochs=-1\): must be positive"),
     "scales by a name": (
         lambda _: fq.qat.set_scales(ready(), TEXT),

@@ -37,7 +37,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def is_moved(model: nn.Module) -> bool:
-    """Whether some weights are present only during a call: they are sharded, or hooks offload them."""
+    """Whether some weights are in memory only during a call, because they are sharded or hooks offload them."""
     return bool(first_sharded(model) or offloaded(model))
 
 
@@ -79,15 +79,15 @@ def _is_fully_sharded(module: nn.Module) -> bool:
 
 
 def refuse_sharded(model: nn.Module, action: str, *, offloading: bool = True) -> None:
-    """Raise if a model has sharded parameters (`fully_shard`, `parallelize_module`), or offloaded ones.
+    """Raise ConfigError if parameters of a model are sharded (`fully_shard`, `parallelize_module`) or offloaded.
 
     Args:
         model: any module.
         action: the refused action as a verb, for example "export".
-        offloading: whether weights that hooks of Accelerate keep elsewhere are refused, too.
+        offloading: whether to refuse weights that hooks of Accelerate hold outside of the model, too.
 
     Raises:
-        ConfigError: the model has such parameters.
+        ConfigError: some parameters are sharded or offloaded.
     """
     if offloading:
         refuse_offloaded(model, action)
@@ -100,11 +100,11 @@ def refuse_sharded(model: nn.Module, action: str, *, offloading: bool = True) ->
 
 
 def refuse_offloaded(model: nn.Module, action: str) -> None:
-    """Raise if hooks of Accelerate keep parameters elsewhere, as `refuse_sharded` does."""
+    """Raise ConfigError if hooks of Accelerate hold parameters outside of the model, see `refuse_sharded`."""
     if elsewhere := offloaded(model):
         raise ConfigError(
             f"{len(elsewhere)} tensors are offloaded by hooks of Accelerate, the first is {elsewhere[0]}, and changes "
-            f"of them would be lost; {action} the model before it is offloaded, or load it without device_map"
+            f"of the tensors would be lost; {action} the model before it is offloaded, or load it without device_map"
         )
 
 
@@ -112,18 +112,18 @@ def processes_of(model: nn.Module, group: Any) -> dist.ProcessGroup | None:
     """Return the processes that calibrate a model together, or None if this process works alone.
 
     Args:
-        model: it gives the default group: that of DistributedDataParallel, or of a mesh.
+        model: the model; the default group is the one of DistributedDataParallel, or of the mesh of sharded parameters.
         group: a process group, False for none, or None for the default.
 
     Raises:
-        ConfigError: `group` has another type, torch.distributed is not initialised, or `group` is False where processes
-            share layers out.
+        ConfigError: `group` has another type; torch.distributed is not initialised; or `group` is False although
+            `parallelize_module` split layers over processes.
     """
     parallel = parallel_group(model) if group is False else None
     if parallel is not None and parallel.size() > 1:
         raise ConfigError(
-            "parallelize_module shared the layers out, so that a process sees parts of tensors, and group=False would "
-            "give each process a range of its own; leave group= out, or give the group of all processes"
+            "parallelize_module split layers over processes, so that a process sees parts of tensors, and group=False "
+            "would give each process a different range; leave group= out, or give the group of all processes"
         )
     if group is False or not dist.is_available() or not dist.is_initialized():
         if group is not False and group is not None:
@@ -153,13 +153,13 @@ def processes_of(model: nn.Module, group: Any) -> dist.ProcessGroup | None:
 
 
 def all_processes() -> dist.ProcessGroup | None:
-    """All processes of torch.distributed; None where this process is alone."""
+    """All processes of torch.distributed; None if this process is alone."""
     started = dist.is_available() and dist.is_initialized()
     return dist.group.WORLD if started and dist.get_world_size() > 1 else None
 
 
 def process_number() -> int:
-    """The rank of this process among all of torch.distributed; 0 where this process is alone.
+    """The rank of this process among all processes of torch.distributed; 0 if this process is alone.
 
     >>> process_number()
     0
@@ -180,11 +180,11 @@ def gather(value: Result, group: dist.ProcessGroup) -> list[Result]:
 
 
 class Ranks:
-    """A context in which processes exchange values; an error of one is raised in all at their next exchange.
+    """A context in which processes exchange values; at the next exchange an error of one process is raised in all.
 
     Args:
-        group: the processes; None is this process alone.
-        error: what is raised where another process failed, or has another value.
+        group: the processes; None for this process alone.
+        error: the class of the error if another process failed, or has another value.
 
     >>> with Ranks(None) as processes:
     ...     processes.all(3)
@@ -195,7 +195,7 @@ class Ranks:
         self.group = group
         self._failed, self._differ = error or CalibrationError, error or ConfigError
         self._is_told = False
-        """Whether an error is not sent to the other processes, because they raised it or cannot receive it."""
+        """Whether not to send an error to the other processes, because they raised it, too, or cannot receive it."""
 
     def all(self, value: Result) -> list[Result]:
         """The values of all processes, in the order of their ranks.
@@ -217,7 +217,7 @@ class Ranks:
         """Compare a value of all processes.
 
         Raises:
-            ConfigError: it differs; see `error`.
+            ConfigError: the values differ; see `error`.
         """
         values = self.all(value)
         if other := [rank for rank, one in enumerate(values) if one != values[0]]:
@@ -229,7 +229,7 @@ class Ranks:
         """The items, as long as all processes have an item: each call of a sharded model needs all processes.
 
         Raises:
-            CalibrationError: some have fewer than others, or another process failed.
+            CalibrationError: some processes have fewer items than others, or another process failed.
         """
         count, own, end = 0, iter(items), object()
         while True:
@@ -239,8 +239,8 @@ class Ranks:
                 return
             if not all(has):
                 raise CalibrationError(
-                    f"the process of rank {has.index(False)} has {count} batches, and others have more. The weights "
-                    "are sharded, and each call of the model needs all processes: give all the same number of batches"
+                    f"the process of rank {has.index(False)} has {count} batches, but others have more. The weights "
+                    "are sharded, and each call of the model needs all processes: give each process as many batches"
                 )
             count += 1
             yield cast("Result", item)
@@ -248,12 +248,12 @@ class Ranks:
     def share(self, items: Iterable[Item], work: Callable[[Item, Ranks], Result]) -> Iterator[Result]:
         """The results of a function for all items, which the processes divide; tensors in results may be on the CPU.
 
-        As many items as there are processes are taken at a time, so that processes exchange values while they make
-        them. Where a single item is left, all processes work on it, and may share its parts.
+        Each round takes an item for each process, after which they exchange the results. If a round has a single item,
+        all processes work on it, and may divide its parts.
 
         Args:
-            items: as many in all processes.
-            work: gets an item, and the processes that work on it.
+            items: the items, of the same number in all processes.
+            work: a function of an item, and of the processes that work on it.
         """
         size, rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
         given = iter(items)
@@ -272,7 +272,7 @@ class Ranks:
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
-        """A context for another kind of exchange: an error in it is raised here, and not sent to other processes."""
+        """A context for another kind of exchange: its errors are raised in this process, and not sent to others."""
         try:
             yield
         except BaseException:

@@ -44,7 +44,7 @@ class UnsupportedDTypeError(DTypeError, NotImplementedError):
 
 
 class CallError(FakeQuantError, RuntimeError):
-    """Arguments that the emulated library also rejects with a RuntimeError."""
+    """Arguments that the library whose interface is emulated also rejects with a RuntimeError."""
 
 
 class CalibrationError(FakeQuantError, RuntimeError):
@@ -66,7 +66,7 @@ class ConfigError(FakeQuantError, ValueError):
 
 
 class SiteError(FakeQuantError, RuntimeError):
-    """A module called functions in another order than was planned, so that no quantizer belongs to the call."""
+    """A module called functions in another order than `prepare` recorded, so that no quantizer belongs to the call."""
 
 
 class CheckpointError(FakeQuantError, RuntimeError):
@@ -98,7 +98,7 @@ class CalibrationWarning(UserWarning):
 
 
 class StaleScaleWarning(UserWarning):
-    """Weights changed after their scales were set, so they are clipped or quantized too coarsely."""
+    """Weights changed after their scales were set, so that they are clipped or quantized too coarsely."""
 
 
 class CoverageWarning(UserWarning):
@@ -135,7 +135,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in one line: its `repr` where that is short, else its type.
+    """A value in one line: its `repr` if that is short, else its type.
 
     >>> shown("int8"), shown([1, 2]), shown(torch.nn.Linear(4, 4))
     ("'int8'", '[1, 2]', 'a Linear')
@@ -158,7 +158,7 @@ def first_line(error: BaseException) -> str:
 
 
 def not_imported(error: ImportError) -> str:
-    """Why a package could not import a module of its own when it was used: the first cause, and what helps."""
+    """A text on an import that failed inside of a package when it was used: the first cause, and a cure."""
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__
@@ -174,7 +174,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def renamed(old: str, new: str) -> Any:
-    """A property with the old name of an attribute, for one more release; reading it warns.
+    """A property with the old name of an attribute, for one more release; a reader gets a warning.
 
     >>> class Result:
     ...     error = 0.5

@@ -21,17 +21,17 @@ except ModuleNotFoundError:  # Windows
     fcntl = None
 
 _TEMPORARY = (".fakequant-", ".tmp")
-"""Prefix and suffix of temporary names. They leave out the target's name, which may have the maximum length."""
+"""The prefix and suffix of temporary names, which omit the target's name: it may have the maximum length."""
 _LOCK = ".fakequant.lock"
 _WRITTEN = 1 << 18
-"""Bytes that are written at once: for more, Linux looks for large pages, and 400 MB took up to 1.2 s, not 0.1."""
+"""How many bytes are written at once: with more, Linux looks for large pages; 400 MB took up to 1.2 s, not 0.1."""
 
 
 def read_whole(path: Path) -> bytes:
-    """The content of a regular file, or of a link to one: other files, such as a pipe or /dev/zero, may never end.
+    """The content of a regular file, or of a link to such a file: others, as a pipe or /dev/zero, may never end.
 
     Raises:
-        OSError: it is no regular file, or cannot be read.
+        OSError: the path is no regular file, or cannot be read.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is no regular file")
@@ -39,10 +39,10 @@ def read_whole(path: Path) -> bytes:
 
 
 def check_path(path: Any, example: str, error: type[FakeQuantError] = OutputError) -> None:
-    """Raise if `path` is no text and no `os.PathLike`, as with swapped arguments.
+    """Raise an error if `path` is no text and no `os.PathLike`, such as after swapped arguments.
 
     Args:
-        example: how the function is called.
+        example: a right call, for the message.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise error(f"a path is a text or a pathlib.Path, got {shown(path)}; write {example}")
@@ -64,7 +64,7 @@ def writable_folder(directory: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A context with a writable folder; if it creates the folder or its parents, it removes those that stay empty.
+    """A context with a writable folder; it creates the folder and its parents, and removes new ones that stay empty.
 
     Raises:
         OutputError: the folder cannot be created or written.
@@ -93,26 +93,26 @@ def writable_file(path: str | os.PathLike[str]) -> Path:
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file atomically: after an interrupt the path has either the old or the new contents.
 
-    An existing file keeps its permissions; a new file gets those of the umask. A symbolic link is followed: its target
-    is written. Temporary files that killed processes left in the folder are removed.
+    An existing file keeps its permissions; a new file gets the permissions of the umask. A symbolic link is followed:
+    its target is written. Temporary files that killed processes left in the folder are removed.
 
     Raises:
-        OutputError: the file cannot be written; the old one is unchanged.
+        OutputError: the file cannot be written; the old file is unchanged.
     """
     write_in_order({path: data})
 
 
 @contextmanager
 def temporary_file(folder: Path, parts: Iterable[bytes | memoryview], path: Path | None = None) -> Iterator[Path]:
-    """Write a file under a temporary name; it is removed on exit unless it was renamed.
+    """A context with a file under a temporary name, which is removed on exit unless it was renamed.
 
     Args:
-        folder: where it lies.
-        parts: of the content, asked for one after the other.
-        path: the file that it will replace: its name is in messages, and its permissions are kept.
+        folder: the folder of the file.
+        parts: the parts of the content, which are made one after the other.
+        path: the file that it will replace, whose name is in messages, and whose permissions it gets.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the file cannot be written.
     """
     mode = None if path is None else _mode(path)
     where = (folder, "to ") if path is None else (path, "")
@@ -145,9 +145,10 @@ def write_in_order(files: Mapping[Path, bytes | Path], *, without_old: bool = Fa
     The last file may therefore refer to the others: when it is new, they are complete.
 
     Args:
-        files: their content, or the path of a `temporary_file` that has it.
-        without_old: whether all old files are removed, the last one first, before the first new one appears: old and
-            new are never together, even after a kill. An error restores the old. The caller must lock the folder.
+        files: by path, the content of a file, or the path of a `temporary_file` with the content.
+        without_old: whether all old files are removed, the last file first, before the first new file appears: old and
+            new files are never together, even after a kill. An error restores the old files. The caller must lock the
+            folder.
 
     Raises:
         OutputError: a file cannot be written; if this is noticed before the first rename, all old files are unchanged.
@@ -173,7 +174,7 @@ def write_in_order(files: Mapping[Path, bytes | Path], *, without_old: bool = Fa
 
 @contextmanager
 def _moved_aside(files: Mapping[Path, Path]) -> Iterator[None]:
-    """A context in which files have temporary names; they are removed at the end, or come back after an error."""
+    """A context in which files have temporary names; at the end they are removed, or after an error restored."""
     moved: list[tuple[Path, Path]] = []
     begin, end = _TEMPORARY
     are_new = False
@@ -201,10 +202,10 @@ def _moved_aside(files: Mapping[Path, Path]) -> Iterator[None]:
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Raise where a file of a folder is a link to a file elsewhere, as in the cache of Hugging Face.
+    """Refuse a folder in which a file is a link to a file elsewhere, such as a folder of the cache of Hugging Face.
 
     Raises:
-        OutputError: which file, and what to do.
+        OutputError: a file is a link; the message names the file and a cure.
     """
     whole = Path(os.path.realpath(folder))
     for name in names:
@@ -221,15 +222,15 @@ def locked(folder: Path, name: str = _LOCK, *, wait: bool = True) -> Iterator[bo
     """Lock a folder for one process at a time; yields whether the lock exists.
 
     Args:
-        folder: it must exist.
-        name: of the lock's file.
+        folder: the folder, which must exist.
+        name: the name of the lock's file.
         wait: whether to wait for the process that has the lock.
 
     Windows and file systems without `flock` have no lock: there the caller must not delete files that another process
     may have written. The system releases the lock of a process that dies.
 
     Raises:
-        OutputError: the folder cannot be written, or another process has it and `wait` is false.
+        OutputError: the folder cannot be written, or another process has the lock and `wait` is false.
     """
     path = folder / name
     opened: list[FileIO] = []
@@ -249,9 +250,9 @@ def locked(folder: Path, name: str = _LOCK, *, wait: bool = True) -> Iterator[bo
 
 @contextmanager
 def abandoned(path: Path) -> Iterator[bool]:
-    """Lock a file; yields whether it was free, that is, whether the process that held it died.
+    """A context that locks a file, and yields whether that was possible: the process that held the lock has died.
 
-    Yields False on systems without locks.
+    It yields False on systems without locks.
     """
     handle, free = None, False
     try:
@@ -267,9 +268,9 @@ def abandoned(path: Path) -> Iterator[bool]:
 
 
 def _lock(path: Path, opened: list[FileIO], wait: bool) -> None:
-    """Create a file, lock it and append it to a list, which stays empty on systems without locks.
+    """Create a file, lock it and append it to `opened`, which stays empty on systems without locks.
 
-    The caller owns the list and closes the file after any interrupt; an open file would block the next lock for ever.
+    The caller closes the files in `opened` after any interrupt; an open file would block the next lock for ever.
     """
     while fcntl is not None:
         opened.append(FileIO(path, "a"))
@@ -293,7 +294,7 @@ def _lock(path: Path, opened: list[FileIO], wait: bool) -> None:
 
 @contextmanager
 def _temporary(folder: Path, mode: int | None) -> Iterator[Path]:
-    """Create an empty file and lock it; on exit it is removed unless it was renamed."""
+    """A context with a new, empty and locked file, which is removed on exit unless it was renamed."""
     remove_abandoned(folder)
     begin, end = _TEMPORARY
     while True:
@@ -347,12 +348,12 @@ def _mode(path: Path) -> int | None:
 
 
 @contextmanager
-def output_errors(path: Path, to: str = "") -> Iterator[None]:
-    """Turn errors of the operating system into an OutputError that names the path and the remedy.
+def output_errors(path: Path, preposition: str = "") -> Iterator[None]:
+    """A context that turns errors of the operating system into an OutputError with the path and the remedy.
 
     Args:
         path: the file or folder that is written.
-        to: "to " for a folder, "" for a file.
+        preposition: the word before the path in the message, "to " for a folder, "" for a file.
 
     Raises:
         OutputError: instead of an OSError or ValueError.
@@ -363,10 +364,10 @@ def output_errors(path: Path, to: str = "") -> Iterator[None]:
         raise
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        way = "free space on the disk" if full else f"choose another {'folder' if to else 'path'}"
-        raise OutputError(f"cannot write {to}{_shown(path)}: {error.strerror or error}; {way}") from error
+        way = "free space on the disk" if full else f"choose another {'folder' if preposition else 'path'}"
+        raise OutputError(f"cannot write {preposition}{_shown(path)}: {error.strerror or error}; {way}") from error
     except ValueError as error:
-        raise OutputError(f"cannot write {to}{_shown(path)}: {error}; choose another name") from error
+        raise OutputError(f"cannot write {preposition}{_shown(path)}: {error}; choose another name") from error
 
 
 def _shown(path: Path) -> str:

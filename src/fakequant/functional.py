@@ -37,33 +37,33 @@ def fake_quantize(
     amax: Number | None = None,
     seed: int | Tensor | None = None,
 ) -> Tensor:
-    """x rounded to the values that a format has, differentiable by the straight-through estimator.
+    """x rounded to the values of a format, with the gradient of the straight-through estimator.
 
-    Without parameters the range is taken from x itself, per group, without a gradient to it.
+    Without parameters the range of each group is computed from x itself, and has no gradient.
 
     Args:
-        x: any shape that the granularity accepts; float32, float64, float16 or bfloat16.
+        x: a tensor of any shape that the granularity accepts, in float32, float64, float16 or bfloat16.
         spec: how to quantize, as a value or as text ("int8 per_channel(0)").
-        scale: one value per group, in units of x per code (codes per unit of x under `Arithmetic.MULTIPLIER`): a
+        scale: a value for each group, in units of x per code (codes per unit of x under `Arithmetic.MULTIPLIER`): a
             number (of Python or NumPy) or 0-d tensor per tensor, [C] per channel, or x's shape with every axis divided
-            by its block. If it requires grad it gets its gradient (LSQ).
-        zero_point: the code of 0.0, of the same shape; only where `spec.symmetric` is false.
-        amax: instead of `scale`: the magnitude that is mapped to the format's largest code. If it requires grad it gets
-            a gradient by the chain rule, through the scale.
+            by its block. A scale that requires grad gets its gradient (LSQ).
+        zero_point: the code of 0.0, in the shape of the scale; only if `spec.symmetric` is false.
+        amax: instead of `scale`, the magnitude that is mapped to the format's largest code. If `amax` requires grad, it
+            gets a gradient by the chain rule, through the scale.
         seed: an integer or 0-d int64 tensor that decides stochastic rounding, see `Rounding`; only for specifications
-            with it. Without one it is drawn from torch's default generator (`torch.manual_seed`). Equal seeds give
-            elements at equal positions equal random numbers: give every tensor its own.
+            that round so. By default it is drawn from torch's default generator (`torch.manual_seed`). With equal
+            seeds, elements at equal positions get equal random numbers: give every tensor another seed.
 
     Returns:
-        A tensor of the shape and dtype of x. NaN stays NaN, inf becomes the largest value of its group (which is inf
-        if a given scale is so large that codes times scale exceed the dtype).
+        A tensor of the shape and dtype of x. NaN stays NaN; inf becomes the largest value of its group, which is inf if
+        the scale is so large that codes times scale exceed the dtype.
 
     Raises:
         DTypeError: x is not a floating tensor.
         ShapeError: x does not fit the granularity, or a parameter does not fit x.
-        QParamsError: a scale that is not positive and finite, a zero point out of range, a seed that is no int64;
-            values are not read under torch.compile, torch.func and dispatch modes, nor of tensors on an accelerator.
-        SpecError: a seed for a specification that rounds to nearest, a zero point for a symmetric one.
+        QParamsError: a scale is not positive and finite, a zero point is out of range, or a seed is no int64. Values
+            are not checked under torch.compile, torch.func and dispatch modes, nor in tensors on an accelerator.
+        SpecError: a seed for a specification that rounds to nearest, or a zero point for a symmetric specification.
 
     >>> fake_quantize(torch.tensor([0.1, -0.52, 1.27]), "int8", scale=0.01)
     tensor([ 0.1000, -0.5200,  1.2700])
@@ -98,14 +98,14 @@ def fake_quantize_(
 ) -> Tensor:
     """`fake_quantize` in place, without a gradient: it overwrites x and every tensor that shares its memory.
 
-    Arguments, errors and bits are those of `fake_quantize`. With given parameters on the CPU, a large x takes half the
+    Arguments, errors and bits are those of `fake_quantize`. On the CPU, with a scale or amax, a large x takes half the
     time of a copy, and no memory.
 
     Returns:
         x itself.
 
     Raises:
-        CallError: a gradient of x or of a parameter would be wanted.
+        CallError: x or a parameter requires a gradient.
 
     >>> x = torch.tensor([0.104, -0.52, 5.0])
     >>> fake_quantize_(x, "int8", scale=0.01) is x
@@ -116,8 +116,8 @@ def fake_quantize_(
     spec = as_spec(spec)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, scale, zero_point, amax)):
         raise CallError(
-            "fake_quantize_ has no gradient, and x or a parameter requires grad; call fake_quantize, or this one under "
-            "torch.no_grad()"
+            "fake_quantize_ has no gradient, and x or a parameter requires grad; call fake_quantize, or fake_quantize_ "
+            "under torch.no_grad()"
         )
     if scale is None and zero_point is None and amax is None:
         values = fake_quantize(x, spec, seed=seed)  # first, because it says what is wrong with x
@@ -142,8 +142,8 @@ def quantize(
 ) -> tuple[Tensor, QParams]:
     """The codes of x and the parameters that `dequantize` needs; arguments and errors as for `fake_quantize`.
 
-    Codes come in the smallest torch dtype that holds them. NaN has no integer code and becomes quant_min. The
-    parameters keep the seed of stochastic rounding.
+    Codes have the smallest torch dtype that holds them. NaN has no integer code and becomes quant_min. The
+    parameters include the seed of stochastic rounding.
 
     >>> codes, params = quantize(torch.tensor([0.1, -0.52, 1.27]), "int8")
     >>> codes
@@ -165,8 +165,8 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec | str, *, dtype: 
     check_tensor("codes", codes)
     if codes.dtype != spec.format.storage:
         raise DTypeError(
-            f"codes of dtype {codes.dtype}, but the codes of {spec.format} come in {spec.format.storage}; "
-            "give what fakequant.quantize returned"
+            f"codes have dtype {codes.dtype}, but codes of {spec.format} have {spec.format.storage}; "
+            "give the codes that fakequant.quantize returned"
         )
     computed = compute_dtype(params.scale.dtype)
     compute_dtype(dtype or computed)
@@ -176,7 +176,7 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec | str, *, dtype: 
 
 
 def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
-    """The scale and zero point of every group of x, from its own range [groups, axes kept].
+    """The scale and zero point of every group of x, from the range of the group, in the shape [groups, axes kept].
 
     >>> choose_qparams(torch.tensor([-1.0, 0.5]), "int8").scale
     tensor([0.0079])

@@ -1,4 +1,4 @@
-"""Weights that hooks of Accelerate keep elsewhere, and load into a module only for the time of its calls."""
+"""Weights that hooks of Accelerate hold outside of the model, and load into a module only for its calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def offloaded(model: nn.Module) -> list[str]:
-    """The paths of the parameters and buffers of a model whose values hooks keep elsewhere between calls."""
+    """The paths of a model's parameters and buffers whose values are outside of the model between calls."""
     return [
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -20,10 +20,10 @@ def offloaded(model: nn.Module) -> list[str]:
 
 
 def fetched(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """A tensor of a module, with the values that the module's next call uses, if a hook keeps these elsewhere.
+    """A tensor of a module; if a hook holds its values outside of the model, a tensor with these values.
 
     Args:
-        name: of the attribute.
+        name: the name of the attribute.
         tensor: the present value of the attribute.
 
     >>> layer = nn.Linear(2, 2)
@@ -39,7 +39,7 @@ def fetched(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
 
 
 def fetched_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a model with the values that hooks keep elsewhere; they are in memory all at once."""
+    """The state dict of a model with the values that hooks hold outside of it; all are in memory at once."""
     state = model.state_dict()
     for name in offloaded(model):
         path, _, own = name.rpartition(".")
@@ -49,7 +49,7 @@ def fetched_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _kept(module: nn.Module, name: str) -> tuple[Any, Mapping[str, Tensor]] | None:
-    """The hook that keeps a tensor of a module, and the tensors that it keeps; None if no hook does."""
+    """The hook that holds a tensor of a module, and all tensors that the hook holds; None without a hook."""
     hook = vars(module).get("_hf_hook")
     for one in getattr(hook, "hooks", (hook,)):
         values = getattr(one, "weights_map", None)

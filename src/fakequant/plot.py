@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["channels", "comparison", "errors", "histogram"]
 
 _EXACT_DECIBELS = 100.0
-"""The longest bar: above this ratio the noise is negligible."""
+"""The ratio in dB of the longest bar: above it the noise is negligible."""
 _RANGE = "#d55e00"
-"""The colour of ends of ranges."""
+"""The colour of the ends of a range."""
 
 
 def __dir__() -> list[str]:
@@ -59,7 +59,7 @@ def histogram(
         axes: where to draw; by default in a new figure.
 
     Raises:
-        ConfigError: there is no such quantizer, no batch reaches it, or matplotlib is not installed.
+        ConfigError: the model lacks the quantizer, no batch reaches the quantizer, or matplotlib is not installed.
         CalibrationError: the model failed on a batch.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
@@ -83,7 +83,7 @@ def histogram(
     seen = counts.histogram() if counts.observed else None
     shown = None if seen is None else distribution_of(quantizer, seen, {}, held[quantizer].spec, bins=bins)
     if shown is None:
-        raise ConfigError(f"no batch reaches {quantizer}, or all its values are equal; give batches that reach it")
+        raise ConfigError(f"no batch reaches {quantizer}, or all values are equal; give batches that reach {quantizer}")
     own, ends = held[quantizer], list[float]()
     if own.scale is not None and not own.dynamic:  # the widest range over the groups
         scale, format = own.scale.double(), own.spec.format
@@ -107,8 +107,8 @@ def histogram(
 def channels(model: nn.Module, quantizer: str, *, axes: Axes | None = None) -> Axes:
     """Draw the smallest and the largest value of every output channel of a weight, and the range of its quantizer.
 
-    A channel whose band is thin between the ends of the range uses few codes; one that reaches over them is clipped.
-    Where a channel has several ranges, as under groups, the ends are those of the widest.
+    A channel whose band is thin between the ends of the range uses few codes; a channel that exceeds the ends is
+    clipped. If a channel has several ranges, as with groups, the widest range is shown.
 
     Args:
         model: a prepared model.
@@ -116,7 +116,7 @@ def channels(model: nn.Module, quantizer: str, *, axes: Axes | None = None) -> A
         axes: where to draw; by default in a new figure.
 
     Raises:
-        ConfigError: no weight has such a quantizer, or matplotlib is not installed.
+        ConfigError: no weight has this quantizer, or matplotlib is not installed.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
     >>> channels(model, "0._weight_quantizer").get_title()
@@ -150,9 +150,9 @@ def channels(model: nn.Module, quantizer: str, *, axes: Axes | None = None) -> A
 
 
 def comparison(found: Comparison, *, over: str = "bits", axes: Axes | None = None) -> Axes:
-    """Draw the presets that `fakequant.compare` tried: the metric (or the error, if none) over size or time.
+    """Draw the presets that `fakequant.compare` tried: the metric (or, without a metric, the error) over size or time.
 
-    A line joins those that none surpasses, as in `Comparison.plot`, which writes a file.
+    A line joins the presets that no other surpasses. `Comparison.plot` writes the same picture to a file.
 
     Args:
         found: the result of `fakequant.compare`.
@@ -160,7 +160,7 @@ def comparison(found: Comparison, *, over: str = "bits", axes: Axes | None = Non
         axes: where to draw; by default in a new figure.
 
     Raises:
-        ConfigError: another `over`, another `found`, or matplotlib is not installed.
+        ConfigError: an unknown `over`, another type of `found`, or matplotlib is not installed.
 
     >>> found = compare(nn.Sequential(nn.Linear(4, 4)), [torch.ones(1, 4)], ["INT8", "FP8"])
     >>> comparison(found).get_xlabel()
@@ -168,7 +168,7 @@ def comparison(found: Comparison, *, over: str = "bits", axes: Axes | None = Non
     """
     _check_matplotlib()
     if not isinstance(found, Comparison):
-        raise ConfigError(f"comparison takes what fakequant.compare returned, got {shown(found)}")
+        raise ConfigError(f"comparison takes the result of fakequant.compare, got {shown(found)}")
     check_axis(over)
     axes = _axes(axes, 4.4)
     found.draw(axes, over)
@@ -179,8 +179,8 @@ def errors(found: Sensitivities | Mapping[str, float] | Improvement, *, axes: Ax
     """Draw the error of every layer as bars, the worst on top.
 
     Args:
-        found: the result of `fakequant.sensitivity`, `fakequant.layer_sqnr` or `fakequant.ptq.improve`. Of the first
-            two a bar is dB or the metric, so that short bars are bad; of the last it is the error before and after.
+        found: the result of `fakequant.sensitivity`, `fakequant.layer_sqnr` or `fakequant.ptq.improve`. For the first
+            two a bar is dB or the metric, so that short bars are bad; for `improve` bars are errors before and after.
         axes: where to draw; by default in a new figure.
 
     Raises:
@@ -225,7 +225,7 @@ def _axes(axes: Axes | None, height: float) -> Axes:
 
 
 def _extremes(weight: Product, values: Tensor) -> tuple[list[float], list[float]]:
-    """The smallest and the largest value of every output channel; a stack has the channels of all its weights."""
+    """The smallest and the largest value of every output channel; a stack of weights has the channels of all."""
     if isinstance(weight, MatrixProduct) and weight.is_stack:
         rows = values.movedim(weight.channels, 1).flatten(0, 1)
     else:

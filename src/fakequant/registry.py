@@ -1,4 +1,4 @@
-"""Imports that wait until a name is asked for that is not registered yet."""
+"""Imports that are postponed until an unknown name is looked up."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _waiting: list[Callable[[], object]] = []
 
 
 def import_later(load: Callable[[], object]) -> None:
-    """Keep the import of a package that registers names; it runs before an unknown name is refused."""
+    """Postpone the import of a package that registers names; it runs before an unknown name is refused."""
     _waiting.append(load)
 
 
 def import_waiting() -> None:
-    """Run all imports that wait, each once."""
+    """Run all postponed imports, each once."""
     while _waiting:
         _waiting.pop(0)()

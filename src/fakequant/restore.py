@@ -16,14 +16,14 @@ from torch import nn
 
 Value = TypeVar("Value")
 Restore = Callable[[], object]
-"""Restores the earlier state."""
+"""A function that restores an earlier state."""
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, set, list)
-"""Classes whose contents are restored. A subclass, such as the frozen dict of diffusers, may refuse to be changed."""
+"""Classes whose contents are restored. Subclasses are not: the frozen dict of diffusers may refuse a change."""
 
 
 @contextmanager
 def restore_after(restore: Restore) -> Iterator[None]:
-    """Run `restore` when the block ends, also after an error.
+    """A context that calls `restore` when the block ends, also after an error.
 
     >>> layer = nn.Dropout()
     >>> with restore_after(attributes_of([layer], "training", "p")):
@@ -39,7 +39,7 @@ def restore_after(restore: Restore) -> Iterator[None]:
 
 @contextmanager
 def restore_on_error(restore: Restore) -> Iterator[None]:
-    """Run `restore` if the block raises, so that either all its changes stay or none."""
+    """A context that calls `restore` if the block raises, so that either all its changes stay or none."""
     try:
         yield
     except BaseException:
@@ -71,7 +71,7 @@ def attributes_of(objects: Iterable[object], *names: str) -> Restore:
 
 
 def forwards_of(modules: Iterable[nn.Module]) -> Restore:
-    """Return a function that gives modules their `forward` back: that of the class, or of the module alone.
+    """Return a function that restores the `forward` of modules: of the class, or an attribute of the module.
 
     >>> layer = nn.ReLU()
     >>> with restore_after(forwards_of([layer])):
@@ -126,11 +126,11 @@ def structure_of(modules: Iterable[nn.Module]) -> Restore:
 
 
 def state_of(modules: Iterable[nn.Module], device: str | None = None) -> Restore:
-    """Return a function that restores what `structure_of` does and the values of parameters and buffers.
+    """Return a function that restores like `structure_of`, and also the values of parameters and buffers.
 
     Args:
         modules: the modules to restore.
-        device: the device of the copies of the values, by default that of each tensor.
+        device: the device for copies of the values, by default the device of each tensor.
     """
     modules = list(modules)
     structure = structure_of(modules)
@@ -152,7 +152,7 @@ def state_of(modules: Iterable[nn.Module], device: str | None = None) -> Restore
 
 
 def state_of_parts(model: nn.Module, touched: Iterable[nn.Module | nn.Parameter]) -> Restore:
-    """Return a function that restores a model, of which only the touched modules and parameters get other values.
+    """Return a function that restores a model in which only the modules and parameters `touched` get other values.
 
     Copies of the values are on the CPU, because a GPU may have no room for a second copy.
     """
@@ -169,7 +169,7 @@ def state_of_parts(model: nn.Module, touched: Iterable[nn.Module | nn.Parameter]
 
 
 def in_order(*restores: Restore) -> Restore:
-    """Return a function that calls several functions that restore, one after the other."""
+    """Return a function that calls several restoring functions, one after the other."""
 
     def restore() -> None:
         for one in restores:

@@ -50,11 +50,11 @@ def listed(names: Iterable[str], most: int = 4, what: str = "more", *, between: 
 
 
 LINE_WIDTH: ContextVar[int | None] = ContextVar("line width", default=None)
-"""The most characters of a line of tables, and of text that is `fitted`; None: without end."""
+"""The most characters of a line of tables, and of text that is `fitted`; None for no limit."""
 
 
 def fitted(text: str) -> str:
-    """Text in lines of `LINE_WIDTH`, broken at spaces: words such as paths stay whole.
+    """A text in lines of `LINE_WIDTH`, broken at spaces: words such as paths stay whole.
 
     >>> from fakequant.restore import set_to
     >>> with set_to(LINE_WIDTH, 12):
@@ -76,18 +76,18 @@ def table(
     line: bool = False,
     width: int | None = None,
 ) -> str:
-    """Rows in columns, and lines below them; control characters are escaped.
+    """A table as text: rows in columns, and lines below the table; control characters are escaped.
 
-    What is too wide is broken at dots and spaces: the widest column where the others leave it 24 characters, else
-    columns go below one another.
+    In a table that is too wide, the widest column is broken at dots and spaces if the others leave it 24 characters;
+    else columns are placed below one another.
 
     Args:
-        rows: the header first. Shorter ones do not widen the columns.
+        rows: the rows, the header first. Rows with fewer cells than the header do not widen the columns.
         below: lines of text.
         numbers: the columns that are aligned to the right.
-        line: whether a line is drawn below the header, where it names a column.
-        width: the most characters of a line; on a terminal at most its width, in a file or pipe by default without end;
-            `LINE_WIDTH` holds, too.
+        line: whether to draw a line below the header, under the columns that have a name.
+        width: the most characters of a line; on a terminal at most its width, in a file or pipe by default no limit;
+            `LINE_WIDTH` is a limit, too.
 
     >>> print(table([["layer", "dB"], ["0", "31.5"], ["head", "9"]], numbers=[1]))
     layer    dB
@@ -146,12 +146,12 @@ def _pieces(text: str, width: int) -> list[str]:
 
 
 _LONG = re.compile(r"\S{13,}")
-"""Words that may break within themselves."""
+"""A pattern of long words that may be broken."""
 _BREAK = re.compile(r"(?<=[._])(?=\w)")
 
 
 def breakable(text: str) -> str:
-    """Text, escaped, in which long names, such as those of layers, may break after dots and underscores.
+    """An HTML text in which long names, such as names of layers, may be broken after dots and underscores.
 
     >>> breakable("a.b: encoder.layer_0<")
     'a.b: encoder.<wbr>layer_<wbr>0&lt;'
@@ -180,7 +180,7 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers:
 def html_result(
     header: Sequence[str], rows: Iterable[Sequence[str]], lines: Iterable[str] = (), *, numbers: Sequence[int] = ()
 ) -> str:
-    """A result for a notebook: a table that scrolls in itself, then lines.
+    """A result for a notebook: a table that can be scrolled, then lines.
 
     >>> html_result(["a"], [], ["b"]).endswith("</div><p>b</p>")
     True

@@ -112,27 +112,27 @@ def test_a_text_too_short_to_measure_is_said_on_the_page(tmp_path: Path) -> None
     (tmp_path / "lines.txt").write_text("w1 w2")
     found = loaded(folder, "auto")
     assert not found.offers("evaluate")
-    assert "has 2 tokens, and perplexity is measured on windows of 256; give" in found.task.why_not
+    assert "has 2 tokens, but perplexity is measured on windows of 256; give" in found.task.why_not
 
 
 MISTAKES = {
     "unknown": (LABELS, "acuracy=rows.csv", r"unknown --task 'acuracy=rows\.csv'; did you mean accuracy\?; the tasks"),
     "auto with a file": (LABELS, "auto=rows.csv", r"unknown --task 'auto=rows\.csv'.*the tasks are perplexity=TEXT"),
-    "no file": (LABELS, "accuracy=absent.csv", r"--task reads absent\.csv, and there is no such file"),
-    "a folder": (LABELS, "accuracy=.", r"--task reads \., and this is a folder"),
-    "empty": (LABELS, "accuracy=empty", r"--task reads empty, and it has no line of text"),
+    "no file": (LABELS, "accuracy=absent.csv", r"--task reads absent\.csv, but there is no such file"),
+    "a folder": (LABELS, "accuracy=.", r"--task reads \., but this is a folder"),
+    "empty": (LABELS, "accuracy=empty", r"--task reads empty, but the file has no line of text"),
     "no labels": (LABELS, "accuracy", r"--task accuracy needs texts with labels: --task accuracy=FILE"),
     "header alone": (LABELS, "accuracy=header", r"header has no row below its header"),
-    "other columns": (LABELS, "accuracy=columns", r"row 1 of columns lacks text and label; .* this one has a, b"),
+    "other columns": (LABELS, "accuracy=columns", r"row 1 of columns lacks text and label; .* this file has a, b"),
     "one column": (LABELS, "accuracy=lines.txt", r"row 1 of lines\.txt lacks text and label; a file of labels has"),
     "a row too short": (LABELS, "accuracy=short", r"row 2 of short lacks label; a file of labels has the columns"),
     "unknown label": (LABELS, "accuracy=label", r"row 1 of label has the label 'fair', .* knows 'bad', 'good', or"),
     "no JSON": (LABELS, "accuracy=json", r"line 2 of json is not JSON: .*; each line is an object"),
     "open quotes": (LABELS, "accuracy=quotes", r"quotes is no CSV: .*; give CSV with a header, or JSON lines"),
-    "a model of one label": (LABELS, "accuracy=rows.csv", r"two labels or more, and this one has 1"),
-    "model without labels": (CAUSAL, "accuracy=rows.csv", r"is for a model that gives labels, and .*LlamaForCausalLM"),
-    "model without text": (ENCODER, "perplexity", r"is for a model that generates text, and .* --task cosine compares"),
-    "a short text": (CAUSAL, "perplexity=words", r"words has 2 tokens, and perplexity is measured on windows of 256"),
+    "a model of one label": (LABELS, "accuracy=rows.csv", r"two labels or more, but this model has 1"),
+    "model without labels": (CAUSAL, "accuracy=rows.csv", r"is for a model that gives labels, but .*LlamaForCausalLM"),
+    "model without text": (ENCODER, "perplexity", r"is for a model that generates text, but .* --task cosine compares"),
+    "a short text": (CAUSAL, "perplexity=words", r"words has 2 tokens, but perplexity is measured on windows of 256"),
 }
 FILES = {
     "empty": "\n", "header": "text,label\n", "columns": "a,b\n1,2\n", "short": "text,label\nw1,bad\nw2\n",
@@ -195,5 +195,5 @@ def test_a_command_keeps_the_task(tmp_path: Path) -> None:
 
 
 def test_a_task_is_for_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"--task is for a folder of Hugging Face, and .*small\.py is none"):
+    with pytest.raises(RecipeError, match=r"--task is for a folder of Hugging Face, but .*small\.py is none"):
         load_recipe(tmp_path / "small.py", task="accuracy=rows.csv")

@@ -201,10 +201,10 @@ def test_improve_helps_fresh_copies(write: Write) -> None:
 @pytest.mark.parametrize(
     ("write", "said"),
     [
-        (of_buffer, "in eval mode it keeps what a run leaves (cache, state). All"),
-        (of_noise, "in eval mode it keeps what a run leaves (cache) and draws random numbers. All"),
-        (of_cache, "it keeps what a run leaves (cache, "),
-        (lambda net, x: net.a(x) * next(NUMBERS), "it keeps values elsewhere"),
+        (of_buffer, "in eval mode the model changes its state in a run (cache, state). Compared"),
+        (of_noise, "in eval mode the model changes its state in a run (cache) and draws random numbers. Compared"),
+        (of_cache, "the model changes its state in a run (cache, "),
+        (lambda net, x: net.a(x) * next(NUMBERS), "the model changes values elsewhere"),
     ],
 )
 def test_a_second_run_that_gives_something_else_is_said(write: Write, said: str) -> None:

@@ -116,7 +116,7 @@ def pairs(tokens: int = 5) -> list[tuple[Tensor, Tensor]]:
 
 def test_inputs_of_other_shapes_are_taken_whole_which_is_said_once() -> None:
     model = fq.prepare(Tokens(), STATIC)
-    said = "fits 1 inputs and not 2 others, whose padding counts: over .3, 5, 5., last .3, 5.. Where that matters, give"
+    said = "fits 1 inputs, but not 2 others, whose padding counts: over .3, 5, 5., last .3, 5.. If that matters, give"
     with pytest.warns(CalibrationWarning, match=said) as seen:
         fq.calibrate(model, pairs(), inputs=0, mask=lambda batch: batch[1], progress=False)
     assert len(seen) == 1
@@ -126,7 +126,7 @@ def test_inputs_of_other_shapes_are_taken_whole_which_is_said_once() -> None:
     assert whole
     assert_same_bits(model.over.input_quantizer.scale, twin.over.input_quantizer.scale)
     assert_same_bits(model.last.input_quantizer.scale, twin.last.input_quantizer.scale)
-    with pytest.warns(CalibrationWarning, match="fits 1 inputs and not 2 others, whose padding counts: over") as seen:
+    with pytest.warns(CalibrationWarning, match="fits 1 inputs, but not 2 others, whose padding counts: over") as seen:
         fq.ptq.improve(model, pairs(), "fast", inputs=0, mask=lambda batch: batch[1], progress=False)
     assert len(seen) == 1
 
@@ -176,7 +176,7 @@ def test_steps_of_recurrent_layers_that_are_padding_move_no_range(cls: Any, opti
 
 def test_the_order_in_which_cells_are_called_is_not_known_which_is_said() -> None:
     batch = (torch.randn(3, 5, 5), LENGTHS)
-    with pytest.warns(CalibrationWarning, match=r"fits 1 inputs and not 2 others.*rnn \[3, 5\], rnn \[3, 6\]"):
+    with pytest.warns(CalibrationWarning, match=r"fits 1 inputs, but not 2 others.*rnn \[3, 5\], rnn \[3, 6\]"):
         recurrent([batch], lambda batch: batch[1], nn.LSTMCell)
 
 
@@ -201,7 +201,7 @@ def test_scales_of_positions_can_leave_none_out() -> None:
     by_position = fq.prepare(
         Tokens(), fq.Config("test", (fq.Rule("first", input="int8 per_channel(1)", weight="int8"),))
     )
-    with pytest.raises(CalibrationError, match="no input has these leading axes: first"):
+    with pytest.raises(CalibrationError, match="no input begins with these axes: first"):
         fq.calibrate(by_position, pairs(), inputs=0, mask=lambda batch: batch[1], progress=False)
 
 
@@ -233,7 +233,7 @@ def test_a_batch_of_padding_alone_changes_nothing() -> None:
         (
             lambda batch: batch[1].T,
             CalibrationError,
-            r"the mask has the shape \[5, 3\], and no input has .* first \[3,",
+            r"the mask has the shape \[5, 3\], but no input begins with .* first \[3,",
         ),
     ],
 )

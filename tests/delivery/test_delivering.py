@@ -435,5 +435,5 @@ def test_a_layer_that_no_batch_reaches_is_named_and_nothing_changes() -> None:
 
 
 def test_a_model_without_such_inputs_is_refused() -> None:
-    with pytest.raises(CalibrationError, match="no dynamic inputs under one scale of the tensor"):
+    with pytest.raises(CalibrationError, match="no dynamic input has block scales and a per-tensor scale"):
         fix_global_scales(fq.prepare(Branches(), "int8_per_token", skip=[]), BATCHES)

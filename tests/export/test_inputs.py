@@ -83,7 +83,7 @@ def test_a_tensor_that_occurs_twice_is_two_inputs(
 def test_a_model_that_takes_one_tensor_for_all_is_exported_so(tmp_path: Path) -> None:
     model = fq.prepare(Attention().eval(), "int8")
     fq.calibrate(model, [(ROW, ROW, ROW)])
-    with pytest.warns(UserWarning, match="one tensor for several arguments, and the model takes no others"):
+    with pytest.warns(UserWarning, match="one tensor for several arguments, and the model takes no other tensors"):
         report = fq.export_onnx(model, (ROW, ROW, ROW), tmp_path / "m.onnx")
     assert report.unread == ["q", "k"]
     assert fq.verify_onnx(report.path, model, [(2 * ROW,) * 3]).exact

@@ -139,6 +139,6 @@ def test_a_quantizer_without_a_module_is_refused(tmp_path: Path, monkeypatch: py
     found = trace_module.scope_of
     monkeypatch.setattr(trace_module, "scope_of", lambda node: "lost" + found(node))
     with pytest.raises(
-        ExportError, match=r"finds quantizers at lost.*, where the model has no module; hold the modules"
+        ExportError, match=r"finds quantizers at lost.*, but the model has no modules there; put the modules"
     ):
         fq.export_onnx(nn.Sequential(Calls()), torch.ones(2), tmp_path / "m.onnx")

@@ -195,7 +195,7 @@ def test_batches_of_any_kind_are_compared(kind: Any, inputs: Any, tmp_path: Path
 def test_batches_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     given = [{"x": x, "from": open(__file__)} for x in batches()]  # noqa: SIM115
     wanted = (
-        "in a batch, a TextIOWrapper cannot be compared with that of another run; give tensors, arrays, numbers and "
+        "in a batch, a TextIOWrapper cannot be compared between two runs; give tensors, arrays, numbers and "
         "texts, or leave out the folder or file"
     )
     with pytest.raises(ConfigError, match=wanted):

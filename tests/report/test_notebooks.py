@@ -158,7 +158,7 @@ def test_a_comparison_is_points_and_a_curve(metric: Any) -> None:
     assert list(axes.lines[0].get_xdata()) == [row.milliseconds for row in found.curve("milliseconds")]
     with pytest.raises(ConfigError, match="over must be one of 'bits', 'milliseconds', got 'bytes'"):
         fq.plot.comparison(found, over="bytes")
-    with pytest.raises(ConfigError, match=r"comparison takes what fakequant\.compare returned, got 'rows.jsonl'"):
+    with pytest.raises(ConfigError, match=r"comparison takes the result of fakequant\.compare, got 'rows.jsonl'"):
         fq.plot.comparison("rows.jsonl")  # pyright: ignore[reportArgumentType]
     assert matplotlib.get_backend() == before
 
@@ -178,7 +178,7 @@ def test_names_that_are_not_public_do_not_show() -> None:
 def test_what_cannot_be_drawn_is_said(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no quantizer '0._input_quantiser'; did you mean 0._input_quantizer"):
         fq.plot.histogram(model, "0._input_quantiser", batches())
-    with pytest.raises(ConfigError, match=r"no batch reaches 0._input_quantizer, or all its values are equal"):
+    with pytest.raises(ConfigError, match=r"no batch reaches 0._input_quantizer, or all values are equal"):
         fq.plot.histogram(model, "0._input_quantizer")
     with pytest.raises(ConfigError, match="give a list"):
         fq.plot.histogram(model, "0._input_quantizer", torch.ones(2, 8))

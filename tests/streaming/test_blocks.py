@@ -78,7 +78,7 @@ HEAD = fq.Config("head", [fq.Rule("head", weight="int8 per_channel(0)")])
     ("change", "error", "message"),
     [
         ({"model": of(shares)}, ConfigError, "blocks.1 gets more of an earlier block"),
-        ({"model": of(between)}, ConfigError, "blocks.1 does not get what blocks.0 gives"),
+        ({"model": of(between)}, ConfigError, "blocks.1 does not get the output of blocks.0"),
         ({"model": of(in_order(0, 1, 2, 0, 1, 2))}, ConfigError, "calls its blocks in the order .0, 1, 2, 0, 1, 2."),
         ({"model": of(number)}, ConfigError, "blocks.1 gets more of an earlier block"),
         ({"model": of(cache)}, ConfigError, "gets a dict, which may keep values"),

@@ -41,7 +41,7 @@ PRESETS, METHODS = tuple(name.lower() for name in named_presets()), tuple(calibr
 
 
 def one_of(help: str, *words: str) -> Any:
-    """An option with words that the shell completes; other values are not refused here."""
+    """An option with words that the shell completes; other words are allowed, too."""
     return typer.Option(help=help, autocompletion=lambda incomplete: [w for w in words if w.startswith(incomplete)])
 
 
@@ -53,7 +53,7 @@ def _written(incomplete: str) -> list[str]:
 
 
 def _engines(incomplete: str) -> list[str]:
-    """The known engines, for a shell's completion; imported here, too."""
+    """The known engines, for a shell's completion; imported here for the same reason."""
     from fakequant.model.engine import known_engines
 
     return [name for name in sorted(known_engines()) if name.startswith(incomplete)]
@@ -85,7 +85,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceba
 
 @contextmanager
 def _loaded(recipe: str, text: Path | None, trust: bool, quiet: bool, task: str) -> Iterator[Recipe]:
-    """A context with the recipe, in which counts and other lines are printed on the error stream."""
+    """A context that yields the recipe, in which counts and other lines are printed on the error stream."""
     from fakequant.cli.recipe import load_recipe
     from fakequant.data.batches import counting
 
@@ -129,19 +129,19 @@ def advise(  # noqa: PLR0913  the command's options
 
 
 def _said(recipe: Recipe, task: str) -> list[str]:
-    """A list with the sentence on the measure of a folder; [] for a recipe, or if the user asked for no measure."""
+    """A list with a sentence on the measure of a folder; [] for a recipe, or if the user asked for no measure."""
     return [recipe.task.said] if recipe.task.said and task != "none" else []
 
 
 def _floor(recipe: Recipe, floor: float | None) -> float | None:
-    """The floor of the metric; the user gives the figure as it is shown, which may be negated."""
+    """The floor of the metric, from the figure that the user gives: a perplexity is negated."""
     return floor if floor is None or recipe.metric is None else recipe.metric.shown(floor)
 
 
 def _code(
     advice: Advice, model: nn.Module, loaded: Recipe, text: Path | None, trust: bool, recipe: str, task: str
 ) -> str:
-    """The code of the advised model: `fakequant quantize` if that makes the same model, else Python."""
+    """The code that makes the advised model: `fakequant quantize` if it makes the same model, else Python."""
     import copy
 
     from fakequant.cli.job import Job
@@ -451,9 +451,9 @@ def deliver(
     text: TextFile = None,
     trust: Trust = False,
 ) -> None:
-    """Write a quantized model in a format that other programs load, with its codes as they are.
+    """Write a quantized model in a format that other programs load, with unchanged codes.
 
-    The format is that of --target, or compressed-tensors.
+    Without --format, the format is the one that --target loads, or compressed-tensors.
     """
     from fakequant.cli.inspection import deliver_model
     from fakequant.cli.recipe import load_recipe

@@ -26,20 +26,20 @@ from fakequant.restore import set_to
 from fakequant.text import LINE_WIDTH, fitted, visible
 
 LOADED: set[str] = set()
-"""The files that were executed as recipes; a traceback of a user's error starts in one of them."""
+"""The files that were executed as recipes; a traceback of a user's error starts in such a file."""
 _OPTIONS = {
     r"\brules=\{(\S+): '?(\w+)'?\}": r"--rule \1=\2",
     r"\bskip=\[(.+?)\]": r"--float \1",
     r"\bpacked=True\b": "--packed",
     r"\b(blocks|load)=": r"\1= of fakequant.improve_folder",
 }
-"""Patterns of arguments in messages of functions, and the options of commands that replace them."""
+"""By a pattern of an argument in messages of functions, the option of commands that replaces it."""
 _PIPED = 100
-"""The characters of a line where there is no terminal, and COLUMNS does not say."""
+"""The characters of a line if there is no terminal and COLUMNS is not set."""
 
 
 def show(text: str, *, whole: bool = False) -> None:
-    """Print the result of a command; `whole`: without breaks of lines, to be copied."""
+    """Print the result of a command; with `whole`, lines are not broken, so that they can be copied."""
     Console(soft_wrap=True).print(Text(text if whole else fitted(text)))
 
 
@@ -73,7 +73,7 @@ class Commands(TyperGroup):
 
 @contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """A context that prints warnings as lines without a file and line number, except those of a recipe."""
+    """A context that prints warnings as lines without a file and line number, except warnings of a recipe."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -88,7 +88,7 @@ def _warnings_as_lines() -> Iterator[None]:
 
 
 def with_options(text: str) -> str:
-    """A message of a function, with options of the command in place of arguments of the function.
+    """A message of a function in which options of the command replace arguments of the function.
 
     >>> with_options("skip=['head'] leaves it in float, rules={name: 'int8'} is finer")
     "--float 'head' leaves it in float, --rule name=int8 is finer"
@@ -107,9 +107,9 @@ def _print(text: str, style: str, *, fits: bool = True) -> None:
 
 @contextmanager
 def failures_named(model: nn.Module, verbose: bool = False) -> Iterator[None]:
-    """Turn an error of a recipe's model into a RecipeError that names the batch and the layer; not if `verbose`.
+    """A context that turns an error of a recipe's model into a RecipeError with batch and layer; not if `verbose`.
 
-    Errors that arise outside of the model stay as they are.
+    Errors outside of the model are not changed.
     """
     try:
         yield
@@ -140,9 +140,9 @@ class Steps:
 
     @contextmanager
     def step(self, what: str, done: bool = False) -> Iterator[bool]:
-        """Print the step when it begins, and its time when it ends without an error; yields whether to work.
+        """Print the step when it begins, and its time when it ends without an error; yields whether it must run.
 
-        There is no work if an earlier run did the step (`done`).
+        The step need not run if an earlier run did it (`done`).
         """
         self.begun += 1
         if done:
@@ -172,7 +172,7 @@ class Steps:
         self.console.print(Text(fitted(visible(text, keep="\n"))), soft_wrap=True)  # a path in a pipe stays whole
 
     def close_line(self) -> None:
-        """End the line of a step that goes on, so that another one begins."""
+        """End the line of a step that goes on, so that another line begins."""
         if self._line_is_open:
             self.console.print()
         self._line_is_open = False

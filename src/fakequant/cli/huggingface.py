@@ -1,4 +1,4 @@
-"""A folder of Hugging Face in place of a recipe: its model, texts for calibration, and how good the model is."""
+"""A folder of Hugging Face instead of a recipe: its model, texts for calibration, and a measure of the model."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from fakequant.text import listed
 
 _ROWS, _TOKENS = 8, 128
 LINES = 256
-"""The most lines of a text that are used for calibration."""
+"""The largest number of lines of a text for calibration."""
 
 
 def folder_functions(folder: Path, text: Path | None, trust: bool | None = False) -> dict[str, Callable[..., Any]]:
     """The functions of a recipe for a folder that `save_pretrained` wrote.
 
     Args:
-        text: a file with lines of text; the first 256 that are not empty are used.
-        trust: whether Python files of the folder, which config.json names in `auto_map`, may run; None where a command
-            has no such option.
+        text: a file with lines of text; the first 256 lines that are not empty are used.
+        trust: whether Python files of the folder, which config.json names in `auto_map`, may run; None if the command
+            has no option to allow it.
 
     Raises:
         RecipeError: transformers is not installed, or there is no text.
@@ -98,7 +98,7 @@ def improve_by_text(
 
 
 def lines_of(text: Path, first: int = 0) -> list[str]:
-    """At most `LINES` lines of a text that are not empty, from the line `first` of these on."""
+    """At most `LINES` lines of a text; empty lines are dropped first, and then the first `first` lines."""
     lines = [line for line in text.read_text("utf-8", "replace").splitlines() if line.strip()]
     return lines[first : first + LINES]
 
@@ -116,7 +116,7 @@ def tokenizer_of(folder: Path, trust: bool | None = False) -> Any:
 
 @contextmanager
 def reading(folder: Path, what: str, trust: bool | None) -> Iterator[None]:
-    """A context that turns any error of transformers for a folder into a RecipeError of one line."""
+    """A context that turns any error of transformers while it reads a folder into a RecipeError of one line."""
     try:
         yield
     except Exception as error:  # files that are damaged, tokenizers and code of the folder raise any kind
@@ -149,10 +149,10 @@ class FolderTask:
     """The measure of a model of a folder, and its data.
 
     Attributes:
-        label: what is measured; "" if nothing is measured.
+        label: the name of the measure; "" if nothing is measured.
         on: the data, in words.
-        evaluate: takes a model, returns a number, larger is better.
-        smaller: whether `evaluate` returns a negated figure, because smaller is better.
+        evaluate: returns a number for a model; larger is better.
+        smaller: whether `evaluate` returns a negated figure, because a smaller figure is better.
     """
 
     label: str = ""
@@ -174,14 +174,16 @@ class FolderTask:
 
 
 def task_of(task: str, folder: Path, text: Path, trust: bool, model: Callable[[], nn.Module]) -> FolderTask:
-    """The measure of the model in a folder; raises for all faults, before the work.
+    """The measure of the model in a folder; all errors are raised before the work.
 
     Args:
-        task: of `TASKS`, or "NAME=FILE". "auto" is perplexity for a model that generates text, else cosine.
-        text: the lines for calibration. Without FILE, the lines after these are measured, or these if there are none.
+        task: a name in `TASKS`, or "NAME=FILE". "auto" is perplexity for a model that generates text, else cosine.
+        text: the file of the lines for calibration. Without FILE, the lines after the calibration's are measured, or
+            the same lines if no more follow.
 
     Raises:
-        RecipeError: no such task, or a file or model that does not fit it. For "auto", `why_not` has the reason.
+        RecipeError: the task is unknown, or the file or the model does not fit the task. With "auto" nothing is raised:
+            `why_not` has the reason.
     """
     name, equals, path = task.partition("=")
     if name not in TASKS or (equals and (not path or name in TASKS[:2])):
@@ -205,7 +207,7 @@ def _task(
     kinds = {"perplexity": ("CAUSAL_LM", "generates text"), "accuracy": ("SEQUENCE_CLASSIFICATION", "gives labels")}
     if name in kinds and not classes & set(_known(kinds[name][0])):
         raise RecipeError(
-            f"--task {name} is for a model that {kinds[name][1]}, and {folder} holds {listed(sorted(classes))}; "
+            f"--task {name} is for a model that {kinds[name][1]}, but {folder} holds {listed(sorted(classes))}; "
             "--task cosine compares any model with itself in float"
         )
     if file is None and name == "accuracy":
@@ -213,11 +215,11 @@ def _task(
     given = text if file is None else file
     if not given.is_file():
         raise RecipeError(
-            f"--task reads {given}, and {'this is a folder' if given.is_dir() else 'there is no such file'}"
+            f"--task reads {given}, but {'this is a folder' if given.is_dir() else 'there is no such file'}"
         )
     lines, where = given.read_text("utf-8-sig", "replace").splitlines(), given.name
     if not any(line.strip() for line in lines):
-        raise RecipeError(f"--task reads {given}, and it has no line of text")
+        raise RecipeError(f"--task reads {given}, but the file has no line of text")
     if file is None:
         lines, where = lines_of(text, LINES), f"{where}, behind those for calibration"
         if not lines:
@@ -230,7 +232,7 @@ def _task(
         tokens = torch.tensor(tokenizer("\n".join(lines), verbose=False)["input_ids"], dtype=torch.long, device="cpu")
         if len(tokens) < length:
             raise RecipeError(
-                f"{where} has {len(tokens)} tokens, and perplexity is measured on windows of {length}; give a longer "
+                f"{where} has {len(tokens)} tokens, but perplexity is measured on windows of {length}; give a longer "
                 "text: --task perplexity=FILE"
             )
         windows = tokens[: len(tokens) // length * length].view(-1, length)[: 64 if file is None else None]
@@ -276,7 +278,7 @@ def _classes(folder: Path, trust: bool) -> tuple[Any, set[str]]:
 
 
 def _perplexity(net: nn.Module, windows: Tensor) -> float:
-    """exp of the mean loss of all tokens but the first of each window."""
+    """The exponential of the mean loss of all tokens except the first token of each window."""
     device, losses = next(net.parameters()).device, list[float]()
     for window in windows.to(device):
         with torch.no_grad():
@@ -286,7 +288,7 @@ def _perplexity(net: nn.Module, windows: Tensor) -> float:
 
 
 def _batches(tokenizer: Any, texts: list[str], longest: int, alone: bool) -> list[dict[str, Tensor]]:
-    """Batches of tokens with their masks; of one text each for a model without padding."""
+    """Batches of tokens with their masks; with `alone`, for a model without padding, a batch is one text."""
     rows = 1 if alone else _ROWS
     return [
         {
@@ -321,7 +323,7 @@ def _labelled(lines: list[str], where: str, config: Any) -> list[tuple[str, int]
     """The texts of a file, CSV or JSON lines, with the numbers of their labels."""
     count, found = len(config.id2label), list[tuple[str, int]]()
     if count < 2:
-        raise RecipeError(f"--task accuracy is for a model with two labels or more, and this one has {count}")
+        raise RecipeError(f"--task accuracy is for a model with two labels or more, but this model has {count}")
     named = {name: number for number, name in config.id2label.items()}
     numbers = {f"{number}": number for number in range(count)}
     for at, row in _rows(lines, where):
@@ -329,12 +331,12 @@ def _labelled(lines: list[str], where: str, config: Any) -> list[tuple[str, int]
             columns = listed((f"{name}" for name in row if name), 8) or "none"
             raise RecipeError(
                 f"row {at} of {where} lacks {' and '.join(missing)}; a file of labels has the columns text and label, "
-                f"and this one has {columns}"
+                f"but this file has {columns}"
             )
         label = f"{row['label']}".strip()
         if (number := named.get(label, numbers.get(label))) is None:
             raise RecipeError(
-                f"row {at} of {where} has the label {label!r:.60}, and the model knows {listed(map(repr, named), 8)}, "
+                f"row {at} of {where} has the label {label!r:.60}, but the model knows {listed(map(repr, named), 8)}, "
                 f"or their numbers 0 to {count - 1}"
             )
         found.append((f"{row['text']}", number))

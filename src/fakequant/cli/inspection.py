@@ -1,4 +1,4 @@
-"""List the quantizers of a checkpoint or an ONNX file without its model; deliver a model, and verify a file."""
+"""List the quantizers of a checkpoint or an ONNX file without a model; deliver a model, and verify a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fakequant.model.weights import spec_bits
 from fakequant.numerics.formats.floats import IntegerFormat
 
 _SIDE = 4096
-"""The side of the square layer for which presets count their bits."""
+"""The inputs and the outputs of the layer whose bits per weight are shown for a preset."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _brief(config: TensorConfig) -> str:
 
 
 def preset_text(name: str) -> str:
-    """How a preset quantizes each kind of layer, with its scales.
+    """A text that says how a preset quantizes each kind of layer, with the scales.
 
     >>> print(preset_text("int4_group32"))
     INT4_GROUP32

@@ -1,6 +1,6 @@
 """Run a recipe: calibrate and fine-tune its float model, export and verify an ONNX file, write a report.
 
-While it runs, a job writes a page after every step, and a checkpoint from which the same command goes on.
+After every step, a job writes a page, and a checkpoint from which the same command goes on after an interruption.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def example_of(model: nn.Module, batch: Any) -> Any:
 def dynamic_batch(example: Any) -> Any:
     """Return the `dynamic_shapes` for `export_onnx` that allow any batch size, or None if the batch axis is unclear.
 
-    Axis 0 of a tensor is the batch axis if it is as long as axis 0 of the first tensor. It is unclear for an example
-    with one sample, because torch.export treats a length of 1 as a constant.
+    Axis 0 of a tensor is the batch axis if it is as long as axis 0 of the first tensor. The batch axis is unclear for
+    an example with one sample, because torch.export treats a length of 1 as a constant.
 
     >>> dynamic_batch((torch.ones(4, 3), torch.ones(7)))
     ({0: 'batch'}, None)
@@ -103,7 +103,7 @@ def dynamic_batch(example: Any) -> Any:
 
 
 def fitting(batches: Iterable[Any], example: Any, dynamic_shapes: Any) -> Iterator[Any]:
-    """Yield the batches that fit the exported model: the example's shapes, and any batch size if that is dynamic.
+    """Yield the batches with the shapes of the example; if the batch size is dynamic, it may differ.
 
     >>> batches = [torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 5)]
     >>> [len(batch) for batch in fitting(batches, (torch.ones(2, 3),), None)]
@@ -155,9 +155,9 @@ class Job:
     target: str | None = None
 
     def settings(self, recipe: Recipe, model: nn.Module, batches: Iterable[Any]) -> str:
-        """All that decides the quantized model, as text; "" where batches cannot be compared.
+        """A text that is equal for two calls only if they make the same model; "" if batches cannot be compared.
 
-        The float model counts by its weights, and its output for the first batch.
+        Of the float model, it has the digests of the weights and of the output for the first batch.
         """
         names = (self.preset.lower(), self.method, self.train, self.compare, self.execution, self.unseen, self.improve)
         found: list[Any] = [*names, self.floats, self.rules, str(self.text), recipe.content, self.target]
@@ -188,7 +188,7 @@ class Job:
         return head + shlex.join(words)
 
     def config(self) -> Config:
-        """The preset with the exceptions from it; a ConfigError if a rule is no "PATTERN=PRESET"."""
+        """The preset with the rules and the layers in float; a ConfigError if a rule is no "PATTERN=PRESET"."""
         rules: dict[str, str] = {}
         for rule in self.rules:
             pattern, equals, preset = rule.rpartition("=")
@@ -201,13 +201,13 @@ class Job:
         return replace(config, name=config.name + ending)
 
     def example(self, config: Config, model: nn.Module, recipe: Recipe) -> Any:
-        """The example with which the engine of the target places quantizers; None if it places none."""
+        """The example with which the target's engine places quantizers; None if the engine places no quantizers."""
         placed = places(self.target) and self.target_for(config) is not None
         return example_of(model, recipe.first_batch()) if placed else None
 
     @property
     def executor(self) -> str | None:
-        """The engine whose arithmetic is used for measuring; None without a target, or if layers multiply integers."""
+        """The engine whose arithmetic measurements use; None without a target, or if layers multiply integers."""
         return self.target if as_execution(self.execution) is Execution.SIMULATE else None
 
     def target_for(self, config: Config) -> str | None:
@@ -215,7 +215,7 @@ class Job:
         return Preparation(target=self.target).target_for(config)
 
     def unknown_gain(self) -> str:
-        """A sentence that names presets of the job that the target is not known to run; "" if there are none."""
+        """A sentence that names presets of the job that the target may be unable to run; "" if there are none."""
         presets = [self.preset, *(rule.rpartition("=")[2] for rule in self.rules)]
         return unknown_gain(self.target, dict.fromkeys(find_preset(name).name for name in presets))
 
@@ -225,18 +225,18 @@ class Job:
         return [*left, f"Other presets: {', '.join(self.rules)}."] if self.rules else left
 
     def label(self, name: str) -> str:
-        """What the report calls a file or folder of the run."""
+        """The name of a file or folder of the run in the report."""
         holds = "packed codes" if self.packed else "float weights, for training on"
         return f"{name} ({holds})" if name == CHECKPOINT else name
 
 
 _FOLDER = "unfinished"
 _STATE = ".fakequant-job.json"
-"""The name of the state, which shows that this command made the folder."""
+"""The name of the file with the state, which shows that this command made the folder."""
 
 
 def folder_in(out: Path) -> Path:
-    """The folder `unfinished` in the folder of the results; with a number if another program made that name."""
+    """The folder `unfinished` in the folder of the results; a number follows if another program made `unfinished`."""
     names = chain([_FOLDER], (f"{_FOLDER}-{number}" for number in count(2)))
     folders = (out / name for name in names)
     return next(one for one in folders if (one / _STATE).is_file() or not os.path.lexists(one))
@@ -257,7 +257,7 @@ class Unfinished:
         return (self.folder / _STATE).is_file()
 
     def resume(self, model: nn.Module, settings: str) -> nn.Module | None:
-        """The model as an earlier call with the same `settings` left it; None without a readable one."""
+        """The model that an earlier call with the same `settings` stored; None if there is none or it is unreadable."""
         self.settings = settings and hashlib.sha256(settings.encode("utf-8", "backslashreplace")).hexdigest()
         try:
             state = json.loads(read_whole(self.folder / _STATE))
@@ -275,7 +275,7 @@ class Unfinished:
     def keep(
         self, step: str, model: nn.Module, accuracy: Sequence[Accuracy], improvement: Sequence[LayerResult]
     ) -> None:
-        """Keep the model after a step; the state is written last, so that it never names a missing checkpoint."""
+        """Store the model after a step; the state is written last, so that it never names a missing checkpoint."""
         self.done.append(step)
         self._write({"source": self.source})
         save(model, self.folder / CHECKPOINT)
@@ -304,7 +304,7 @@ class Unfinished:
 
 
 def held_before(out: Path, source: str, title: str) -> str:
-    """A line on what a folder held before this run; "" if it was empty, or held results of the same job."""
+    """A line that says what a folder held before this run; "" if it was empty, or held results of the same job."""
     ours = {Path(part).parts[0] for part in PARTS}
     names = sorted(path.name for path in out.iterdir() if path != folder_in(out) and not path.name.startswith("."))
     if (out / RESULTS).is_file():
@@ -363,11 +363,11 @@ class _Progress:
         self.steps.note(f"{format} {method}: {-value if task.smaller else value:.6g}")
 
     def page(self, config: Config, state: str) -> None:
-        """Write the page of what was done so far."""
+        """Write the page of the steps so far."""
         write_report(self.kept.folder / REPORT, replace(self.data(config), unfinished=f"{state}."))
 
     def data(self, config: Config) -> ReportData:
-        """The content of the report that the steps so far give."""
+        """The content of the report after the steps so far."""
         static = any(rule.input is not None and not rule.input.dynamic for rule in config.rules)
         ranges = f", activations calibrated with {self.job.method}" if static else ""
         return ReportData(
@@ -394,12 +394,12 @@ class _Progress:
 def run(job: Job, console: Console) -> ReportData:
     """Run a job and return the content of its report.
 
-    The files of an earlier job are replaced when all new files are written. If anything fails before, they are
-    unchanged; `unfinished` in their folder then holds a page of what was done, and the same job goes on from there.
+    The files of an earlier job are replaced when all new files are written. If a step fails, the old files are
+    unchanged; `unfinished` in their folder then holds a page of the steps so far, and the same job goes on after them.
 
     Raises:
-        ConfigError: an unknown preset, method or execution; or the execution is "integer" and a layer does not support
-            it; or the folder holds the results of another recipe.
+        ConfigError: an unknown preset, method or execution; or the execution is "integer", which a layer does not
+            support; or the folder holds the results of another recipe.
         ExportError: an unknown style; or ONNX cannot express the model: then checkpoint and report are written anyway.
         OutputError: the folder cannot be written, or another process writes to it; raised before any work.
         RecipeError: the recipe lacks a function; raised before any work.
@@ -507,7 +507,7 @@ def _write(
 def _exported(
     job: Job, progress: _Progress, model: nn.Module, example: Any, path: Path
 ) -> tuple[ExportReport | None, VerifyReport | None, ExportError | None]:
-    """Export and verify a model; an error of the export is returned, and what torch raises becomes one line."""
+    """Export and verify a model; an error of the export is returned, and torch's errors are shortened to one line."""
     export: ExportReport | None = None
     try:
         dynamic_shapes = None if job.static else dynamic_batch(example)
@@ -532,7 +532,7 @@ def _exported(
 
 
 def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
-    """Prepare, calibrate, improve and fine-tune the recipe's model; after every step it is measured and kept."""
+    """Prepare, calibrate, improve and fine-tune the recipe's model; after every step it is measured and stored."""
     recipe, kept, steps = progress.recipe, progress.kept, progress.steps
     if job.overwrite:
         kept.remove()

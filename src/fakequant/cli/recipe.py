@@ -43,7 +43,7 @@ class Recipe:
 
     @property
     def content(self) -> str:
-        """The text of the file and of files imported from its folder; for a folder, its path and its task."""
+        """The text of the file and of files imported from its folder; of a Hugging Face folder path and task."""
         if not self.path.is_file():
             return f"{self.source}\0{self.task.content}"
         modules = [vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
@@ -83,8 +83,8 @@ class Recipe:
         if isinstance(batches, Iterator):
             if any(batches is given for given in self._given):
                 raise RecipeError(
-                    f"{self.path}: calibration_batches() returned one generator twice, and a generator can be "
-                    "read once; make the generator inside the function, or return a list"
+                    f"{self.path}: calibration_batches() returned the same generator twice, but a generator can be "
+                    "read only once; make the generator inside the function, or return a list"
                 )
             self._given.append(batches)
         return batches
@@ -117,7 +117,7 @@ class Recipe:
 def load_recipe(
     path: str | os.PathLike[str], text: Path | None = None, trust: bool = False, task: str = "none"
 ) -> Recipe:
-    """Execute a recipe file as `python FILE` does: it can import the files in its folder.
+    """Execute a recipe file like `python FILE`: it can import the files in its folder.
 
     A recipe is a Python file with `model()` and `calibration_batches()`, and optionally `evaluate(model)` and
     `train(model)`; or `package.module:function`, whose function makes the model and whose module defines the others; or
@@ -130,7 +130,7 @@ def load_recipe(
         return Recipe(file, functions | ({"evaluate": found.evaluate} if found.evaluate else {}), found)
     given = {"--text": text is not None, "--trust-remote-code": trust, "--task": task not in ("none", "auto")}
     if options := [option for option, was_given in given.items() if was_given]:
-        raise RecipeError(f"{options[0]} is for a folder of Hugging Face, and {file} is none; leave it out")
+        raise RecipeError(f"{options[0]} is for a folder of Hugging Face, but {file} is none; leave {options[0]} out")
     if _MODULE.fullmatch(str(path)) and not file.exists():
         module_name, _, function = str(path).partition(":")
         if "" not in sys.path:
@@ -179,8 +179,8 @@ def _functions(file: str, defined: Mapping[str, Any]) -> dict[str, Callable[...,
         function = defined.get(name)
         if isinstance(function, nn.Module):
             raise RecipeError(
-                f"{file}: {name} is a Module, and it must be a function; write `def {name}(): return ...`, which makes "
-                "a new one at every call"
+                f"{file}: {name} is a Module, but it must be a function; write `def {name}(): return ...`, which makes "
+                "a new module at every call"
             )
         if function is not None and not callable(function):
             raise RecipeError(f"{file}: {name} is a {type(function).__name__}; it must be a function")

@@ -1,7 +1,7 @@
 """The files of a run: written in a temporary folder, then moved to their places, the figures last.
 
-Before the first file is moved, figures and report say that the run is not whole, so that files of two runs, as a killed
-process leaves them, are never taken for those of one.
+Before the first file is moved, figures and report say that the run is not whole. So files of two runs, which a killed
+process leaves, are never taken for files of one run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fakequant.report.data import RESULTS
 
 CHECKPOINT, ONNX, REPORT, GRAPH = "checkpoint", "model.onnx", "report.html", "graph.txt"
 PARTS = (f"{CHECKPOINT}/{MANIFEST}", ONNX, GRAPH, REPORT, RESULTS)
-"""Paths in the folder of the files of one run, in the order in which they are moved there."""
+"""The paths of the files of a run in the folder, in the order in which they are moved there."""
 
 _LOCK, _RUN = ".fakequant-run.lock", ".fakequant-run-"
 NOT_WHOLE = b"This run ended while its files were moved here, and some are of the run before: give the command again.\n"
@@ -52,7 +52,7 @@ def results_folder(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """Create a temporary folder for the files of a run inside the folder that `publish` writes."""
+    """A context with a temporary folder for the files of a run, inside the folder that `publish` writes."""
     folder = out / f"{_RUN}{secrets.token_hex(8)}"
     try:
         with output_errors(folder, "to "):
@@ -63,7 +63,7 @@ def staged(out: Path) -> Iterator[Path]:
 
 
 def publish(new: Path, out: Path) -> None:
-    """Replace the files of the previous run by new ones; other files stay. If the disk is full, all old files stay.
+    """Replace the files of the previous run by new files; other files stay. If the disk is full, all old files stay.
 
     A file of an earlier run that the new run does not have is removed. A symbolic link is followed: its target is
     written. An existing file keeps its permissions.
@@ -87,7 +87,7 @@ def publish(new: Path, out: Path) -> None:
 
 
 def _move(source: Path, path: Path) -> None:
-    """Move a file to a path, or to the target of a symbolic link; the file that is there gives the permissions."""
+    """Move a file to a path, or to the target of a symbolic link; the permissions of an existing file stay."""
     target = os.path.realpath(path)
     with suppress(FileNotFoundError):
         shutil.copymode(target, source)

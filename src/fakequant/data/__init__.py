@@ -1,1 +1,1 @@
-"""The data of users: batches, masks, progress, and errors that name the batch."""
+"""The data of a user: batches, masks, progress, and errors that name the batch."""

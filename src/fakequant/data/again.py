@@ -28,7 +28,7 @@ from fakequant.restore import Restore, in_order, restore_after, set_to
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
 _ROOT = __name__.partition(".")[0]
 _WITHOUT_STATE = {*sys.stdlib_module_names, "torch", "numpy", _ROOT} - {"types"}
-"""Packages whose objects are not looked into: they hold no state of a model, or are handled by their type."""
+"""Packages whose objects are not searched: they hold no state of a model, or have a rule by their type."""
 _VALUES = (Tensor, np.ndarray, torch.Generator)
 _MISSING = object()
 _LEAVES = (str, bytes, int, float, complex, type, type(None), FunctionType, MethodType, ModuleType)
@@ -43,30 +43,30 @@ class Changes(NamedTuple):
     """The tensors, arrays and containers that runs of a model write.
 
     Attributes:
-        things: tensors, arrays and containers by name, each with the keys that are written if it is a dict.
+        things: the tensors, arrays and containers by name, and for a dict the keys that are written.
     """
 
     things: tuple[tuple[str, Any, tuple[Any, ...] | None], ...] = ()
 
     @property
     def names(self) -> list[str]:
-        """The names of all that is written."""
+        """The names of the tensors, arrays, attributes and items that are written."""
         return [*self.values]
 
     @property
     def values(self) -> dict[str, Any]:
-        """The present values, by name: a tensor, an attribute, an item of a dict, or a list."""
+        """The present values by name; a value is a tensor, an attribute, an item of a dict, or a list."""
         found = {}
         for path, one, keys in self.things:
             found |= {path: one} if keys is None else {_joined(path, key) or "the model": one.get(key) for key in keys}
         return found
 
     def of_model(self) -> Changes:
-        """The changes of the model, without those of a batch."""
+        """The changes of the model, without the changes of a batch."""
         return Changes(tuple(own for own in self.things if own[0].partition(".")[0] != _GIVEN))
 
     def capture(self) -> Restore:
-        """A function that restores the present values of all of these."""
+        """A function that restores the present values of all tensors, arrays and containers in `things`."""
         with _plainly():
             found = [(one, keys, _captured(one, keys)) for _, one, keys in self.things]
 
@@ -81,12 +81,12 @@ class Changes(NamedTuple):
 class Values:
     """The values of all tensors, arrays and containers that can be reached from some objects, to be restored.
 
-    Modules, dicts, lists, sets, tuples and plain objects are looked into. Quantizers are not, so that they keep what a
-    run collects in them.
+    Modules, dicts, lists, sets, tuples and plain objects are searched. Quantizers are not, so that the data that a run
+    collects in them stay.
 
     Args:
         roots: the objects by name.
-        tensors: whether values of tensors, arrays and generators are kept; else only attributes and items.
+        tensors: whether to store values of tensors, arrays and generators; else only attributes and items.
 
     Attributes:
         changed: the changes that `restore` found.
@@ -114,7 +114,7 @@ class Values:
                     stack += self._add(path, one)
 
     def _add(self, path: str, one: Any) -> Iterable[tuple[str, Any]]:
-        """Keep the value of one object, and return the objects in it, with their names."""
+        """Store the value of an object, and return the objects in it, with their names."""
         if isinstance(one, tuple):
             return [(path, item) for item in one]
         held = one if isinstance(one, _VALUES) else _contents_of(one)
@@ -132,7 +132,7 @@ class Values:
         return [(path, item) for item in held]
 
     def changes(self) -> Changes:
-        """The tensors, arrays and containers whose values differ from the kept ones."""
+        """The tensors, arrays and containers whose values differ from the stored values."""
         with _plainly():
             flags = [(own, _is_same(*own[1:])) for own in self._held]
             read = iter(read_flags([flag for _, flag in flags if isinstance(flag, Tensor)]))
@@ -141,7 +141,7 @@ class Values:
         return Changes(tuple((path, one, own) for (path, one, _), own in zip(found, keys, strict=True)))
 
     def restore(self) -> None:
-        """Restore all kept values; may be called again."""
+        """Restore all stored values; may be called again."""
         now = self.changes()
         self.changed = self.changed if self.changed.things else now
         places = {id(one) for _, one, _ in now.things}
@@ -151,7 +151,7 @@ class Values:
                     _put(one, None, value)
 
     def apart(self, result: Any) -> Any:
-        """A result of the run, with copies of the tensors that share memory with what `restore` will write."""
+        """A result of the run, with copies of tensors whose memory `restore` will write."""
         kept: dict[int | None, list[tuple[Any, Any]]] = {}
         for _, one, value in self._held:
             if isinstance(one, Tensor) and (memory := memory_of(_local(one))) is not None:
@@ -173,7 +173,7 @@ def _joined(path: str, key: Any) -> str:
 
 
 def _contents_of(one: Any) -> Any:
-    """The dict, list, set or deque with the state of an object; None for objects that are not looked into."""
+    """The dict, list, set or deque with the state of an object; None for objects that are not searched."""
     if isinstance(one, (dict, list, set, deque)):
         return one
     if isinstance(one, (Quantizer, torch.jit.ScriptModule)) or (
@@ -188,7 +188,7 @@ def _contents_of(one: Any) -> Any:
 
 
 def _captured(one: Any, keys: tuple[Any, ...] | None) -> Any:
-    """The value of a tensor or array, the state of a generator, items (of a dict, those of `keys`), or None."""
+    """The value of a tensor or array, the state of a generator, the items of a container (at `keys`), or None."""
     if isinstance(one, nn.Module):
         return type(one)
     if isinstance(one, torch.Generator):
@@ -226,7 +226,7 @@ def _written_keys(one: dict[Any, Any], value: dict[Any, Any]) -> tuple[Any, ...]
 
 
 def _is_same_item(one: Any, other: Any) -> bool:
-    """Whether two items are the same object, or equal numbers, because `forward` may compute an attribute each time."""
+    """Whether two items are the same object or equal numbers: `forward` may compute a number anew each time."""
     return one is other or (type(one) is type(other) and isinstance(one, (int, float)) and repr(one) == repr(other))
 
 
@@ -237,7 +237,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def bits_of(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Two tensors as integers of their bits; None where dtype, device or shape differ."""
+    """Two tensors as integers of their bits; None if dtype, device or shape differ."""
     one, other = (_local(x.detach()) for x in (one, other))
     if (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape):
         return None
@@ -249,7 +249,7 @@ def bits_of(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def memory_of(x: Tensor) -> int | None:
-    """A number that tensors with the same storage share; None where a tensor has no storage of its own."""
+    """A number that is equal for tensors with the same storage; None for a tensor without a storage."""
     with torch._C.DisableTorchFunction():  # a recording would take these for functions of the model
         if is_lazy(x) or x.layout is not torch.strided or _functorch.is_functorch_wrapped_tensor(x):
             return None
@@ -257,7 +257,7 @@ def memory_of(x: Tensor) -> int | None:
 
 
 def _local(x: Tensor) -> Tensor:
-    """The part of a DTensor that this process has; any other tensor as it is."""
+    """The part of a DTensor that this process has; any other tensor unchanged."""
     return getattr(x, "_local_tensor", x)
 
 
@@ -288,13 +288,13 @@ def _put(one: Any, keys: tuple[Any, ...] | None, value: Any) -> None:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """A context without dispatch modes, `__torch_function__` and gradients: nothing watches what is computed in it."""
+    """A context without dispatch modes, `__torch_function__` and gradients: nothing observes its computations."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
 
 def accelerator() -> Any | None:
-    """torch's module of the accelerator that this process uses, such as `torch.cuda`; None where it uses none."""
+    """torch's module of the accelerator that this process uses, such as `torch.cuda`; None if it uses none."""
     device = torch.accelerator.current_accelerator()
     module: Any = None if device is None else torch.get_device_module(device)
     is_used = getattr(module, "is_initialized", lambda: module is not None)
@@ -302,7 +302,7 @@ def accelerator() -> Any | None:
 
 
 def random_state() -> Restore:
-    """A function that restores the random numbers of torch, NumPy and Python that come next."""
+    """A function that restores the states of the random generators of torch, NumPy and Python."""
     cpu, module = torch.get_rng_state(), accelerator()
     # With one device, no argument: torch.mps takes none.
     count = 0 if module is None else torch.accelerator.device_count()
@@ -329,13 +329,13 @@ def state_before(model: nn.Module) -> Restore:
 def unchanged(model: nn.Module, given: Any = None, *, is_pure: bool = False) -> Iterator[Values]:
     """A context for a run of a model, which restores the model, the arguments of the run, and random numbers.
 
-    Inside of another such context of the same model, only the arguments are restored: so a model may go on from batch
-    to batch, and is as before in the end.
+    Inside of another `unchanged` of the same model, only the arguments are restored: so the model's state goes on from
+    batch to batch, and the outer context restores it.
 
     Args:
-        model: its parameters, buffers, attributes and containers.
+        model: the model; its parameters, buffers, attributes and containers are restored.
         given: the arguments or the batch of the run.
-        is_pure: an earlier run changed nothing of the model, so that it is not looked at again.
+        is_pure: whether an earlier run changed nothing of the model, so that the model need not be searched.
 
     >>> model = nn.Sequential(nn.BatchNorm1d(2)).train()
     >>> with unchanged(model) as values:
@@ -360,17 +360,17 @@ class Runs:
     """Runs models on the batches of one call, and keeps a record of what the runs write.
 
     Attributes:
-        written: by model, the changes of the first run or pass, without those of the batches.
+        written: by model, the changes by the first run or pass, without changes of the batches.
     """
 
     def __init__(self) -> None:
         self.written: WeakKeyDictionary[nn.Module, Changes] = WeakKeyDictionary()
         self._copies = False
-        """Whether a model wrote into a batch: later runs get copies, of which several may run side by side."""
+        """Whether a model wrote into a batch: then later runs get copies, so that several may run side by side."""
 
     @contextmanager
     def one_pass(self, model: nn.Module) -> Iterator[Values]:
-        """A context for a pass over the batches, in which the model goes on from batch to batch, as when it is used."""
+        """A context for a pass over the batches, in which the model's state goes on from batch to batch, as in use."""
         with self._unchanged(model, None) as values:
             yield values
 
@@ -388,7 +388,7 @@ class Runs:
     def run(self, model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any], *, alone: bool) -> Any:
         """The outputs of a model for a batch; model, batch and random numbers are restored.
 
-        With `alone=False`, for a caller that itself changes the model meanwhile, the changes of the model stay.
+        With `alone=False` the changes of the model stay, for a caller that changes the model itself.
         """
         with _copied(batch) if self._copies else nullcontext(batch) as own:
             if not alone:
@@ -407,7 +407,7 @@ _ORIGINALS: dict[int, Any] = {}
 
 
 def original(batch: Any) -> Any:
-    """The original of a batch that was copied for a run; any other batch as it is."""
+    """The original of a batch that was copied for a run; any other batch unchanged."""
     return _ORIGINALS.get(id(batch), batch)
 
 
@@ -423,7 +423,7 @@ def _copied(batch: Any) -> Iterator[Any]:
 
 
 class SeveralPasses:
-    """Several passes of a model over the same batches, side by side: each goes on from the state of its last run."""
+    """Several passes of a model over the same batches, in turns: a pass goes on from the state after its last run."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._left = model, dict[str, Restore]()

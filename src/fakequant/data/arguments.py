@@ -23,9 +23,9 @@ class NamedMetric:
     """A metric with the name and the sign by which results show it.
 
     Attributes:
-        function: called as function(model), larger is better.
-        name: one word.
-        negated: whether it is the negative of a figure of which smaller is better, as of a perplexity.
+        function: the function, called as function(model); larger is better.
+        name: the name, one word.
+        negated: whether the metric is the negative of a figure, such as a perplexity, for which smaller is better.
     """
 
     function: Metric
@@ -36,7 +36,7 @@ class NamedMetric:
         return self.function(model)
 
     def shown(self, value: float) -> float:
-        """The figure to show for a value of the metric, or the value for a figure that was shown."""
+        """The figure that is shown for a value of the metric; also the value for a shown figure."""
         return -value if self.negated else value
 
 
@@ -53,32 +53,32 @@ def named(metric: Metric) -> NamedMetric:
 
 
 def check_model(model: Any, caller: str, example: str, error: type[FakeQuantError] = ConfigError) -> None:
-    """Raise if `model` is no module, as with swapped arguments; names the function, and an example of its call."""
+    """Raise `error`, which names the caller and an example, if `model` is no module, as with swapped arguments."""
     if not isinstance(model, nn.Module):
         raise error(f"{caller} takes a model, got {shown(model)}; write {example}")
 
 
 def check_float_model(model: Any, caller: str, example: str, action: str) -> None:
-    """Raise if `model` is no module, has quantizers or is sharded; arguments as of `check_model`, `refuse_sharded`."""
+    """Raise ConfigError if `model` is no module, has quantizers, or is sharded, which makes the `action` impossible."""
     check_model(model, caller, example)
     refuse_prepared(model, caller)
     refuse_sharded(model, action)
 
 
 def refuse_prepared(model: nn.Module, function: str) -> None:
-    """Raise a ConfigError, which names the function, if a model has quantizers."""
+    """Raise a ConfigError that names the function if a model has quantizers."""
     if quantizers(model):
         raise ConfigError(f"{function} takes a float model; call it before fakequant.prepare, or on a copy made before")
 
 
 def refuse_unprepared(model: nn.Module, error: type[FakeQuantError] = ConfigError, otherwise: str = "") -> None:
-    """Raise an error, whose message ends with `otherwise`, if a model has no quantizers."""
+    """Raise an error if a model has no quantizers; the message ends with `otherwise`."""
     if not quantizers(model):
         raise error(f"the model has no quantizers; call fakequant.prepare(model, config) first{otherwise}")
 
 
 def refuse_stored(model: nn.Module, action: str) -> None:
-    """Raise a ConfigError if weights are stored as codes (`fakequant.store_codes`); the action is a verb, "export"."""
+    """Raise a ConfigError if weights are stored as codes (`fakequant.store_codes`); `action` is the message's verb."""
     stored = [name for name, own in model.named_parameters() if type(own) is StoredWeight]
     if stored:
         raise ConfigError(
@@ -88,7 +88,7 @@ def refuse_stored(model: nn.Module, action: str) -> None:
 
 
 def check_metric(metric: Any, caller: str) -> None:
-    """Raise if a metric is neither None nor a function."""
+    """Raise ConfigError if a metric is neither None nor a function."""
     if metric is not None and not callable(metric):
         raise ConfigError(
             f"{caller} takes a function as metric, called as metric(model), got {shown(metric)}; write metric=evaluate"

@@ -30,16 +30,16 @@ from fakequant.restore import Restore, attributes_of, set_to
 from fakequant.text import listed, module_name
 
 OF_TORCH = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
-"""Errors that torch raises for wrong inputs. Others, such as torch.OutOfMemoryError, are left to the caller."""
+"""Errors that torch raises for wrong inputs. Other errors, such as torch.OutOfMemoryError, are not caught."""
 
 
 class BatchError(CalibrationError):
     """A model failed on a batch; the cause is the model's own error.
 
     Attributes:
-        number: of the batch, from 1.
+        number: the number of the batch, from 1.
         batch: the batch itself.
-        where: the layer and the shapes of its arguments, see `locate`.
+        where: a text with the layer and the shapes of its arguments, see `locate`.
     """
 
     def __init__(self, number: int, batch: Any, where: str, cause: str, do: str = "") -> None:
@@ -49,7 +49,7 @@ class BatchError(CalibrationError):
 
 
 def cure(model: nn.Module, given: Any, cause: str) -> str:
-    """What to do about an error of a model's call with a batch, where that is known; else "".
+    """A text that says how to cure an error of a model's call with a batch; "" if no cure is known.
 
     >>> cure(nn.Linear(2, 2), {"x": 1}, "forward() got an unexpected keyword argument 'x'")
     'a dict is taken as keyword arguments: inputs= chooses among its keys, and a tuple, (dict,), passes it whole'
@@ -63,7 +63,7 @@ def cure(model: nn.Module, given: Any, cause: str) -> str:
 
 
 def elsewhere(model: nn.Module, given: Any, cause: str) -> str:
-    """What to do if an error mentions devices and the batch is on another device than the model; else "".
+    """A text that says how to cure an error because batch and model are on two devices; "" for other errors.
 
     >>> import torch
     >>> elsewhere(nn.Linear(2, 2), torch.ones(2, device="meta"), "two devices")
@@ -94,9 +94,10 @@ def device_named(model: nn.Module, given: Any, what: str) -> Iterator[None]:
 def failure_named(
     model: nn.Module, named: Callable[[str, str], Exception], kinds: tuple[type[Exception], ...] = OF_TORCH
 ) -> Iterator[None]:
-    """A context that turns an error of exactly these kinds in a model's call into one that names the layer.
+    """A context that turns an error of exactly the types `kinds` in a model's call into one that names the layer.
 
-    `named` makes the error, from where the model failed (see `locate`) and why, in one line. Other errors stay.
+    `named` makes the new error from two texts: where the model failed (see `locate`), and why, in one line. Other
+    errors are not changed.
     """
     try:
         yield
@@ -137,9 +138,9 @@ def described(batch: Any) -> str:
 
 
 def locate(model: nn.Module, error: BaseException) -> str | None:
-    """The innermost module in whose call an error arose, as " in layer NAME (TYPE), on SHAPES"; None if in none.
+    """The innermost module in whose call an error arose, as " in layer NAME (TYPE), on SHAPES"; None outside of calls.
 
-    The type of a quantized layer is that of the float layer.
+    For a quantized layer, TYPE is the class of the float layer.
     """
     names = {id(module): name for name, module in model.named_modules()}
     found, shapes, trace = None, "", error.__traceback__
@@ -162,7 +163,7 @@ def locate(model: nn.Module, error: BaseException) -> str | None:
 
 
 Mask = str | Callable[[Any], Tensor]
-"""Which tokens of a batch count, bool or 0 and 1 [batch, tokens]: a function of the batch, or a key of a dict batch."""
+"""A function that returns which tokens of a batch count, bool or 0 and 1 [batch, tokens]; or a key of dict batches."""
 
 _SHOWN = 3  # inputs that a warning names with their shapes
 
@@ -171,7 +172,7 @@ class TokenMask:
     """Selects the tokens of each batch that count.
 
     Args:
-        mask: see `Mask`; None: all count.
+        mask: see `Mask`; None if all tokens count.
 
     >>> tokens = TokenMask("attention_mask")
     >>> mask = tokens.mask({"attention_mask": torch.tensor([[1, 0], [1, 1]])})
@@ -194,7 +195,7 @@ class TokenMask:
         """The mask of the present batch; None if all tokens count."""
 
     def mask(self, batch: Any) -> Tensor | None:
-        """The mask of a batch, bool [batch, tokens]; None if all tokens count. A ConfigError for other masks."""
+        """The mask of a batch, bool [batch, tokens]; None if all tokens count; a ConfigError if it is no mask."""
         if self._key is None:
             return None
         if isinstance(self._key, str):
@@ -220,9 +221,9 @@ class TokenMask:
     def select(
         self, name: str, layer: nn.Module, x: Tensor, mask: Tensor | None, granularity: Granularity | None = None
     ) -> Tensor:
-        """The unmasked tokens of an input [batch, tokens, ...] of a layer: [1, unmasked, ...]; other inputs unchanged.
+        """The unmasked tokens [1, unmasked, ...] of a layer's input [batch, tokens, ...]; other inputs are not changed.
 
-        `granularity` is that of a fixed range for the input, which may have scales for positions.
+        `granularity` is the granularity of the input's quantizer if its range is fixed: positions may have scales.
         """
         is_recurrent = isinstance(layer, Recurrent)
         if mask is None or (is_recurrent and x[..., 0].numel() == int(mask.sum())):  # as in `select_steps`
@@ -237,10 +238,10 @@ class TokenMask:
         return x
 
     def observe_through(self, model: nn.Module, inputs: Mapping[str, Quantizer]) -> Restore:
-        """Show the calibrators of input quantizers, by path, the unmasked tokens of the batch that `enter` got last.
+        """Show the calibrators of the quantizers `inputs` only the unmasked tokens of the batch that `enter` got last.
 
         Returns:
-            A function that gives the quantizers their own calibrators back.
+            A function that restores the calibrators of the quantizers.
         """
         restore, self._observers = attributes_of(inputs.values(), "calibrator"), []
         for name, quantizer in inputs.items() if self._key is not None else ():
@@ -251,7 +252,7 @@ class TokenMask:
         return restore
 
     def enter(self, batch: Any) -> None:
-        """Note the mask of the batch that the model gets next."""
+        """Store the mask of the batch that the model gets next."""
         self.present = self.mask(batch)
 
     def leave(self) -> None:
@@ -272,19 +273,19 @@ class TokenMask:
         return [x[columns[place]] for place, x in zip(places, steps, strict=True) if columns[place].any()]
 
     def warn_unmasked(self) -> None:
-        """Warn once about inputs that the mask does not fit; a CalibrationError if it fits no input."""
+        """Warn once about inputs that the mask does not fit; raise a CalibrationError if it fits no input."""
         if not self._whole:
             return
         shapes = [f"{module_name(layer_of(name))} {list(shape)}" for name, shape in self._whole.items()]
         shown = listed(shapes, _SHOWN)
         if not self._masked:
             raise CalibrationError(
-                f"the mask has the shape {list(self._shape)}, and no input has these leading axes: {shown}; give a "
+                f"the mask has the shape {list(self._shape)}, but no input begins with these axes: {shown}; give a "
                 "mask of shape [batch, tokens] of the model's inputs"
             )
         warn_user(
-            f"the mask [batch, tokens] fits {len(self._masked)} inputs and not {len(shapes)} others, whose padding "
-            f"counts: {shown}. Where that matters, give batches without padding",
+            f"the mask [batch, tokens] fits {len(self._masked)} inputs, but not {len(shapes)} others, whose padding "
+            f"counts: {shown}. If that matters, give batches without padding",
             CalibrationWarning,
         )
 
@@ -344,24 +345,25 @@ _HOW = (
 
 
 class AmbiguousBatchError(ConfigError):
-    """A tuple whose last item may be labels or an optional argument."""
+    """A batch is a tuple whose last item may be labels or an optional argument."""
 
 
 class Batches:
     """The batches of a user, how a model is called with a batch, and which tokens count.
 
-    They are iterated as the data is: a stream once, without keeping a batch. `kept` keeps all batches in a list.
+    They are iterated like the data: a stream once, without storing a batch. `kept` stores all batches in a list.
 
     Args:
-        data: what a data loader gives.
+        data: a data loader, or another iterable of batches.
         caller: the function that takes the batches, for messages.
         inputs: which part of a batch the model gets, see `select_inputs`; by default see `run_batch`.
-        forward: how the user calls the model with a batch, in place of `inputs`.
+        forward: instead of `inputs`, the user's function that calls the model with a batch.
         mask: which tokens of a batch count.
         progress: whether to show a progress bar, see `track`.
 
     Raises:
-        ConfigError: the data is a single batch or none; `inputs` and `forward` are both there; a mask of another kind.
+        ConfigError: the data is a single batch, or no batches; `inputs` and `forward` are both given; or the mask is
+            neither a function nor a key.
 
     >>> batches = Batches([(torch.ones(1, 2), "label")], "calibrate", inputs=0)
     >>> [batches.run(nn.Identity(), batch) for batch in batches]
@@ -393,23 +395,23 @@ class Batches:
 
     @property
     def calls_once(self) -> bool:
-        """Whether a batch is one call of the model, which is not sure under a user's `forward`."""
+        """Whether a batch is one call of the model; a user's `forward` may call it several times."""
         return isinstance(self.call, partial) and self.call.func is run_batch
 
     def tracked(self, what: str) -> Iterator[Any]:
-        """The batches, with the progress of some work shown."""
+        """The batches, while the progress of the work `what` is shown."""
         return track(self, what, length(self._data), self.progress)
 
     def one_pass(self, model: nn.Module) -> AbstractContextManager[Values]:
-        """A context in which a model goes on from batch to batch; afterwards it is as before."""
+        """A context in which a model's state goes on from batch to batch; afterwards the model is restored."""
         return self.runs.one_pass(model)
 
     def run(self, model: nn.Module, batch: Any, *, alone: bool = True) -> Any:
         """The outputs of a model for one of the batches; the model and the batch are restored, see `unchanged`.
 
-        With `alone=False`, for a caller that itself changes the model meanwhile, the changes of the model stay. Raises
-        a BatchError if the model failed, which names the batch's number and shapes, and the layer. Errors of this
-        package except DTypeError, and errors outside of the model, stay as they are.
+        With `alone=False` the changes of the model stay, for a caller that changes the model itself. If the model
+        fails, the BatchError names the batch's number and shapes, and the layer. Errors of this package except
+        DTypeError, and errors outside of the model, are not changed.
         """
         number = self._numbers[id(original(batch))]
         kinds = (*OF_TORCH, DTypeError)  # the quantizers of a model refuse integers before torch does
@@ -421,7 +423,7 @@ class Batches:
             return self.runs.run(model, batch, self.call, alone=alone)
 
     def kept(self) -> KeptBatches:
-        """All batches, for several runs; a CalibrationError if there are none, a ConfigError as of `TokenMask.mask`."""
+        """All batches, for several runs; a CalibrationError if there are none, a ConfigError for a wrong mask."""
         found = dict(enumerate(self))
         if not found:
             raise CalibrationError(f"{self._caller} needs batches, and got none")
@@ -429,18 +431,18 @@ class Batches:
 
 
 class KeptBatches(Batches):
-    """Batches that are kept, for several runs in any order.
+    """Batches that are stored, for several runs in any order.
 
     Args:
-        of: the batches of which these are all or some.
-        numbered: the kept batches by their number from 0.
+        source: the batches from which the stored batches come, and whose settings they share.
+        numbered: the stored batches by their number from 0.
     """
 
-    def __init__(self, of: Batches, numbered: Mapping[int, Any]) -> None:
-        vars(self).update(vars(of))
+    def __init__(self, source: Batches, numbered: Mapping[int, Any]) -> None:
+        vars(self).update(vars(source))
         self._data = self.numbered = numbered
-        known = vars(of).get("masks", {})
-        self.masks = {n: known[n] if n in known else of.mask.mask(batch) for n, batch in numbered.items()}
+        known = vars(source).get("masks", {})
+        self.masks = {n: known[n] if n in known else source.mask.mask(batch) for n, batch in numbered.items()}
         """The mask of each batch, bool [batch, tokens]; None if all tokens count."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -450,7 +452,7 @@ class KeptBatches(Batches):
         return len(self.numbered)
 
     def run_first(self, model: nn.Module) -> Any:
-        """The outputs of a model for the first batch; errors as by `run`."""
+        """The outputs of a model for the first batch; errors are those of `run`."""
         return self.run(model, next(iter(self)))
 
     def part(self, numbers: Iterable[int]) -> KeptBatches:
@@ -476,7 +478,7 @@ class KeptBatches(Batches):
         return found
 
     def followed_by(self, batches: Iterable[Any]) -> KeptBatches:
-        """These batches, and others after them; a ConfigError if the others are no batches."""
+        """All batches, and then the batches of an argument; a ConfigError if the argument holds no batches."""
         refuse_tensor(batches, self._caller)
         others = dict(enumerate(batches, len(self)))
         self._numbers |= {id(batch): number + 1 for number, batch in others.items()}
@@ -484,16 +486,16 @@ class KeptBatches(Batches):
 
 
 _HELD, _MEASURED = 8, 4
-"""The most batches that are held back (more judge no better), and the most that judge if none is held back."""
+"""How many batches are held back at most (more judge no better), and how many judge if none is held back."""
 
 
 class HeldOut(NamedTuple):
-    """Batches in two parts: those that make a result, as a calibration does, and those that are held back to judge it.
+    """Batches in two parts: one part makes a result, such as a calibration, the other is held back to judge the result.
 
     Attributes:
         all: the batches of both parts.
         made: the batches that make the result.
-        held: the batches that judge it; empty for a single batch, which is in `made`.
+        held: the batches that judge the result; empty for a single batch, which is in `made`.
 
     >>> batches = HeldOut.of(Batches(list("abcde"), "improve").kept(), 4)
     >>> batches.made.numbered, batches.judging.numbered
@@ -509,9 +511,9 @@ class HeldOut(NamedTuple):
         """Hold back the second of every `every` batches, up to eight batches.
 
         Args:
-            batches: numbered from 0.
-            every: of each group of this many batches, one batch is held back.
-            judge: other batches that judge, so that none is held back; `[]`: none judges.
+            batches: the batches, numbered from 0.
+            every: the number of batches of which one is held back.
+            judge: other batches that judge, so that none of `batches` is held back; if `[]`, no batch judges.
         """
         if judge is not None:
             both = batches.followed_by(judge)
@@ -537,7 +539,7 @@ class HeldOut(NamedTuple):
 
 
 def batch_of(error: BaseException) -> tuple[int, Any] | None:
-    """The number and the batch of the `Batches.run` in which an error arose; None if in none."""
+    """The number and the batch of the `Batches.run` in which an error arose; None outside of `Batches.run`."""
     found, trace = None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code is Batches.run.__code__:
@@ -553,9 +555,9 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
     def run(self, model: nn.Module) -> Any:
-        """The outputs of a model for these arguments; both are restored, see `unchanged`.
+        """The outputs of a model for the arguments; model and arguments are restored, see `unchanged`.
 
-        Raises a ConfigError, with the shapes and the layer, if the model failed; errors of this package stay.
+        If the model fails, a ConfigError names the shapes and the layer; errors of this package are not changed.
         """
 
         def refused(where: str, cause: str) -> ConfigError:
@@ -570,13 +572,13 @@ def select_inputs(batch: Any, inputs: Inputs) -> tuple[Any, ...] | Mapping[str, 
     """The arguments of a model from a batch: a tuple of positional arguments, or a mapping of keyword arguments.
 
     Args:
-        batch: what a data loader gives.
+        batch: a batch of a data loader.
         inputs: an index, such as 0: this item of a tuple or list is the only argument, or if it is a mapping, the
             keyword arguments; a slice, such as slice(2): the two leading items are positional arguments; or a function
             of the batch that returns positional arguments in a tuple, keyword arguments in a mapping, or one argument.
 
     Raises:
-        ConfigError: another type of `inputs`, a batch that is no tuple or list, or one with fewer items.
+        ConfigError: `inputs` has another type, or the batch is no tuple or list, or has fewer items.
 
     >>> select_inputs(("image", "label"), 0)
     ('image',)
@@ -599,7 +601,7 @@ def select_inputs(batch: Any, inputs: Inputs) -> tuple[Any, ...] | Mapping[str, 
 
 
 def example_arguments(example: Any, inputs: Inputs | None = None) -> Arguments:
-    """Arguments of an example, a tensor, a tuple or a mapping, or of a part of it, see `select_inputs`."""
+    """The arguments in an example (a tensor, a tuple or a mapping), or in a part of it, see `select_inputs`."""
     chosen = example if inputs is None else select_inputs(example, inputs)
     if isinstance(chosen, Mapping):
         return Arguments((), dict(chosen))
@@ -609,15 +611,14 @@ def example_arguments(example: Any, inputs: Inputs | None = None) -> Arguments:
 def run_batch(model: nn.Module, batch: Any, *, inputs: Inputs | None = None, known: int | None = None) -> Any:
     """Call a model with a batch: a tensor, a mapping of keyword arguments, or a tuple of arguments.
 
-    As many leading items of a tuple are passed as `forward` has parameters, which leaves out a loader's labels. If the
-    last item would be passed to an optional parameter, it may be labels too: then the batch is refused, unless the
-    item is None.
+    As many leading items of a tuple are passed as `forward` has parameters, so that a loader's labels are not passed.
+    An item for an optional parameter could also be labels: then the batch is refused, unless the item is None.
 
     Args:
         model: any module, or a wrapper such as DistributedDataParallel.
-        batch: a batch of one of these kinds.
-        inputs: which part of it the arguments are, see `select_inputs`.
-        known: how many leading items of a tuple are arguments, if the caller knows; the others are then passed to
+        batch: a tensor, a mapping or a tuple.
+        inputs: which part of the batch the arguments are, see `select_inputs`.
+        known: how many leading items of a tuple are arguments, if the caller knows; further items are then passed to
             required parameters only.
 
     Raises:
@@ -632,7 +633,7 @@ def run_batch(model: nn.Module, batch: Any, *, inputs: Inputs | None = None, kno
 
 
 def example_in(model: nn.Module, batch: Any) -> Any:
-    """The part of a batch that a model gets without `inputs`: of a tuple, the leading items that `run_batch` passes.
+    """The part of a batch that a model gets without `inputs`: a tuple is cut to the items that `run_batch` passes.
 
     >>> example_in(nn.ReLU(), ("image", "label"))
     ('image',)
@@ -641,7 +642,7 @@ def example_in(model: nn.Module, batch: Any) -> Any:
 
 
 def refuse_tensor(batches: Iterable[Any], caller: str) -> None:
-    """Raise if `batches` are no iterable, or one tensor or mapping, which would be iterated by rows or keys."""
+    """Raise ConfigError if `batches` are no iterable, or a tensor or mapping, whose items are rows or keys."""
     if isinstance(batches, Mapping):
         raise ConfigError(f"{caller} takes batches, and a mapping is one batch; give a list: [mapping]")
     if isinstance(batches, Tensor):
@@ -652,7 +653,7 @@ def refuse_tensor(batches: Iterable[Any], caller: str) -> None:
 
 
 def _is_sequence(value: Any) -> bool:
-    """Whether a value is a tuple or list of arguments. A PackedSequence is a tuple, and one argument."""
+    """Whether a value is a tuple or list of arguments. A PackedSequence is a tuple, but one argument."""
     return isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence)
 
 
@@ -683,9 +684,9 @@ def _arguments(model: nn.Module, items: Sequence[Any], known: int | None) -> Seq
         names = [p.name for p in positional[: len(items)]]
         leading = "inputs=0" if needed == 1 else f"inputs=slice({needed})"
         raise AmbiguousBatchError(
-            f"a batch is a tuple of {len(items)} items, but forward needs only {needed}: the last one may be labels or "
-            f"the optional argument {names[-1]!r}. Give {leading} if it is labels, or inputs=slice({len(items)}) if it "
-            f"is an argument; or give a dict of arguments ({', '.join(names)})"
+            f"a batch is a tuple of {len(items)} items, but forward needs only {needed}: the last item may be labels, "
+            f"or the optional argument {names[-1]!r}. Give {leading} if it is labels, or inputs=slice({len(items)}) if "
+            f"it is an argument; or give a dict of arguments ({', '.join(names)})"
         )
     return items[: len(positional)]
 
@@ -693,9 +694,9 @@ def _arguments(model: nn.Module, items: Sequence[Any], known: int | None) -> Seq
 Item = TypeVar("Item")
 
 COUNT_EVERY = 10.0
-"""Seconds between two lines of counts."""
+"""The least seconds between two lines of counts."""
 BAR_AFTER = 0.5
-"""Seconds after which a progress bar appears: short work shows no bar."""
+"""The seconds after which a progress bar appears: short work shows no bar."""
 
 
 class _Counts(NamedTuple):
@@ -707,9 +708,9 @@ _COUNTS: ContextVar[_Counts | None] = ContextVar("counts", default=None)
 
 
 def counting(tell: Callable[[str], None], *, bars: bool = True) -> AbstractContextManager[None]:
-    """A context in which `track`, where it shows no bar, passes lines to `tell`, at most one in `COUNT_EVERY` seconds.
+    """A context in which `track` without a bar passes lines to `tell`, at most one line in `COUNT_EVERY` seconds.
 
-    A line is such as "calibrating: 16 of 64". Without `bars` there is no bar on a terminal either.
+    A line is, for example, "calibrating: 16 of 64". With `bars=False`, a terminal gets lines instead of a bar, too.
     """
     return set_to(_COUNTS, _Counts(tell, bars))
 
@@ -724,7 +725,7 @@ def say(text: str) -> None:
 
 
 def tell(text: str, shown: bool | None = None) -> None:
-    """Print or pass on a line, as `say` does, where `track` would show a bar or pass on counts."""
+    """Print a line or pass it on, like `say`, if `track` would show a bar or pass on counts."""
     if shown or (shown is None and (_COUNTS.get() or sys.stderr.isatty() or "ipykernel" in sys.modules)):
         say(text)
 
@@ -744,8 +745,8 @@ def length(items: Iterable[Any]) -> int | None:
 def track(items: Iterable[Item], what: str, total: int | None, shown: bool | None = None) -> Iterator[Item]:
     """The items, with a progress bar on the error stream, which disappears when they end.
 
-    `shown`: true shows it, false does not; None shows it on a terminal and in a notebook, and tells counts elsewhere
-    inside `counting`. `total` is the number of items, if it is known.
+    `shown` says whether to show the bar; None shows it on a terminal and in a notebook, and elsewhere, inside of
+    `counting`, passes on counts. `total` is the number of items, if it is known.
     """
     counts, has_bars = (_COUNTS.get() if shown is None else None), find_spec("tqdm") is not None
     if counts is not None and not (counts.bars and has_bars and sys.stderr.isatty()):

@@ -1,4 +1,4 @@
-"""The digest of plain values, as of weights and batches: tensors, arrays, numbers, texts, and containers of these."""
+"""Digests of plain values, such as weights and batches: tensors, arrays, numbers, texts, and containers of these."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _DEPTH = 4
 
 
 class NoDigestError(ConfigError):
-    """A value, or a part of it, is not plain."""
+    """A value, or a part of it, is neither a tensor, an array, a number, a text nor a container."""
 
 
 def digest(value: Any) -> str:
     """The digest of tensors, arrays, numbers, texts, paths and containers of them, the same in every process.
 
-    Raises a NoDigestError, which says which, for an object of another kind.
+    For an object of another type, a NoDigestError names the type.
 
     >>> digest([torch.ones(2), {"a": 1}]) == digest([torch.ones(2), {"a": 1}])
     True
@@ -60,12 +60,12 @@ def _of(value: Any) -> bytes:
     if is_dataclass(value) and not isinstance(value, type):
         return _digest(kind, *(_of(getattr(value, field.name)) for field in fields(value)))
     raise NoDigestError(
-        f"a {type(value).__name__} cannot be compared with that of another run; give tensors, arrays, numbers and texts"
+        f"a {type(value).__name__} cannot be compared between two runs; give tensors, arrays, numbers and texts"
     )
 
 
 def function_digest(function: Any) -> str:
-    """A digest that differs for functions of another name or code, and for other numbers and tensors that they hold.
+    """A digest that differs for a function with another name or code, or with other numbers and tensors inside.
 
     >>> limits = [lambda model, most=most: most for most in (1, 2)]
     >>> function_digest(limits[0]) == function_digest(limits[1])

@@ -58,7 +58,7 @@ from fakequant.text import listed
 _IN_FLOAT = 32
 """The bits of a tensor that is not quantized, for the distance of a preset from a layer's quantization."""
 _KIND = 8
-"""The bits that a dynamic range in place of a fixed range adds to the distance."""
+"""The bits that a dynamic range instead of a fixed range adds to the distance."""
 _AXES = 0.01
 """The bits that another granularity adds to the distance."""
 
@@ -254,7 +254,7 @@ def beside(model: nn.Module) -> tuple[Mapping[str, Content], list[str]]:
 
 
 def skipped(model: nn.Module, source: Path) -> dict[str, LazyTensor]:
-    """The tensors of a folder that the class of a model of transformers does not load, such as those of MTP layers.
+    """The tensors of a folder that the class of a model of transformers does not load, such as tensors of MTP layers.
 
     The result is empty if the folder is quantized, or holds pickles.
     """
@@ -414,7 +414,7 @@ def deliver(
 
 
 def files_of(state: QuantizedState, model: nn.Module, chosen: DeliveryFormat) -> dict[str, Content]:
-    """The files of a state in a format, see `deliver_state`; tensors are made when they are asked for."""
+    """The files of a state in a format, see `deliver_state`; tensors are made when they are read."""
     parts = parts_of(model, state)
     refuse(chosen, model, parts, state)
     return dict(chosen.encode(state, model, parts))
@@ -474,7 +474,7 @@ def deliver_state(
 
 
 def refuse_undeliverable(format: str, model: nn.Module) -> None:
-    """Raise an ExportError if a format cannot hold a model as it is prepared; unknown names of formats are ignored."""
+    """Raise an ExportError if a format cannot hold a prepared model; unknown names of formats are ignored."""
     chosen = delivery_formats().get(format)
     if chosen is not None:
         state = snapshot(model)

@@ -47,7 +47,7 @@ def check_shard_size(limit: int) -> None:
 
 
 def sharded(files: Files, limit: int, beside: Mapping[str, str]) -> dict[str, Content]:
-    """The files with tensors in shards of at most `limit` bytes and an index; headers have the digests `beside`."""
+    """Files whose tensors are in shards of at most `limit` bytes, and an index; headers hold the digests `beside`."""
     found: dict[str, Content] = {}
     for file, content in files.items():
         if not (file.endswith(".safetensors") and isinstance(content, Mapping)):
@@ -87,7 +87,7 @@ def written_in(folder: Path) -> dict[str, str] | None:
 
 
 class Folder:
-    """A folder with `config.json` and tensors, which are read when asked for; nothing is executed."""
+    """A folder with `config.json` and tensors, which are read at their access; nothing is executed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

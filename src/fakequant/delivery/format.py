@@ -1,4 +1,4 @@
-"""The interface of file formats: what a format can hold, how states become files and back, programs that load them."""
+"""The interface of file formats: which parts a format can hold, how states become files and back, and its programs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_turned(operand: Operand, shape: Sequence[int]) -> bool:
 
 
 def in_rows(spec: QuantSpec, shape: tuple[int, ...], operand: Operand) -> tuple[QuantSpec, tuple[int, ...]]:
-    """The specification and shape that a weight has in files, where a matrix [in, out] is transposed."""
+    """The specification and shape that a weight has in files; a matrix [in, out] is transposed there."""
     return (TensorConfig(spec).placed(_TURNED).spec, shape[::-1]) if is_turned(operand, shape) else (spec, shape)
 
 
@@ -63,7 +63,7 @@ def turned(weight: WeightCodes) -> WeightCodes:
 
 @dataclass(frozen=True)
 class Part:
-    """A layer with one of its weights, or a call of a function: what a format holds or refuses as a unit.
+    """A layer with one of its weights, or a call of a function: the unit that a format holds or refuses.
 
     Attributes:
         path: the path of the layer, or of the module whose `forward` calls the function.
@@ -138,7 +138,7 @@ class LoadedFile:
 
     Attributes:
         name: the name of the program, with its version.
-        weights: the values of the weights by their name in the model; {} where the program does not show them.
+        weights: the values of the weights by their name in the model; {} if the program does not show them.
         model: a callable with the arguments and outputs of the model; None if the program does not run it.
         tolerance: how far an output may be from the model's, relative to its largest magnitude.
         notes: sentences that say which comparisons are missing, and why.
@@ -326,7 +326,7 @@ def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
 
 
 def paired(operands: Mapping[str, Operand]) -> dict[str, str]:
-    """By the quantizer of a weight, that of the input it multiplies; "" if the numbers of weights and inputs differ."""
+    """By a weight's quantizer, the quantizer of its input; "" if a layer's numbers of weights and inputs differ."""
     weights, inputs = (
         [name for name, one in operands.items() if one.role is role] for role in (Role.WEIGHT, Role.INPUT)
     )
@@ -334,7 +334,7 @@ def paired(operands: Mapping[str, Operand]) -> dict[str, str]:
 
 
 def float_names(model: nn.Module) -> list[str]:
-    """The names in a model's state dict without those of quantizers: the names of the float model."""
+    """The names in a model's state dict without the names of quantizers' tensors: the names of the float model."""
     return without_quantizers(with_stored(model, model.state_dict()), quantizers(model))
 
 

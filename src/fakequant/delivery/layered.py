@@ -227,7 +227,7 @@ class LayeredFormat(DeliveryFormat):
         return _LayeredReader(self, Folder(path), model).state()
 
     def calls(self, folder: Folder, model: nn.Module) -> tuple[SitesEntry, Mapping[str, RangeOfCall]]:
-        """The function calls that have quantizers, and where a file has these quantizers' tensors."""
+        """The function calls that have quantizers, and the names of the quantizers' tensors in a file."""
         return SitesEntry(), {}
 
     def skips(self, name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Engines, a file each: their placement of quantizers, their variant of a preset, the files they load, their rules."""
+"""Engines, a file each: where an engine wants quantizers, its variant of presets, its files, and its arithmetic."""
 
 from importlib import import_module
 from pkgutil import iter_modules

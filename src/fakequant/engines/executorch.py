@@ -1,4 +1,4 @@
-"""ExecuTorch on XNNPACK, as its quantizer annotates: products, sums and concatenations, in and out.
+"""ExecuTorch on XNNPACK: as in its own quantizer, inputs and results of products, sums and `cat` are quantized.
 
 A sum or a product of two tensors and the ReLU after it are one operator. Attention and softmax stay in float. A mean
 has only the quantizers of the functions around it: a quantizer of the mean would leave a sum before it in float.
@@ -33,7 +33,7 @@ def placement() -> Target:
 
 
 def variant(field: str, config: TensorConfig) -> TensorConfig:
-    """The configuration of a tensor, with inputs encoded by the scale's reciprocal, and group scales in bfloat16."""
+    """The configuration of a tensor: inputs are multiplied by the scale's reciprocal; group scales are bfloat16."""
     spec = config.spec
     if not isinstance(spec.format, IntegerFormat):
         return config
@@ -44,35 +44,38 @@ def variant(field: str, config: TensorConfig) -> TensorConfig:
     return config
 
 
-def product(parts: Sums, to: CodeGrid) -> Tensor:
-    """Codes of a convolution, a linear layer or a matrix product: the sums in float32 times the ratio of scales."""
+def product(parts: Sums, result: CodeGrid) -> Tensor:
+    """The codes of a convolution, a linear layer or a matrix product: int32 sums of products of codes are converted to
+    float32 and multiplied by the ratio of scales."""
     of_input, of_weight = parts.of_input.float(), parts.of_weight.float()
     sums = parts.sums.double() + torch.round(parts.bias.float() / (of_input * of_weight))
-    return torch.round(sums.float() * (of_input * of_weight / to.scale.float())).add_(to.zero_point)
+    return torch.round(sums.float() * (of_input * of_weight / result.scale.float())).add_(result.zero_point)
 
 
-def add(parts: Operands, to: CodeGrid) -> Tensor:
-    """Codes of a sum of two tensors: a multiplier of at most 21 bits for each, half rounded up."""
-    ratios = [x.grid.scale.float() / to.scale.float() for x in parts.tensors]
+def add(parts: Operands, result: CodeGrid) -> Tensor:
+    """The codes of a sum of two tensors: each has a multiplier of at most 21 bits; a half is rounded up."""
+    ratios = [x.grid.scale.float() / result.scale.float() for x in parts.tensors]
     shift = 21 - torch.frexp(torch.maximum(*ratios)).exponent
     a, b = (
         x.codes.double() * torch.round(torch.ldexp(ratio.double(), shift))
         for x, ratio in zip(parts.tensors, ratios, strict=True)
     )
-    return torch.floor(torch.ldexp(a + b, -shift) + 0.5).add_(to.zero_point)
+    return torch.floor(torch.ldexp(a + b, -shift) + 0.5).add_(result.zero_point)
 
 
-def mul(parts: Operands, to: CodeGrid) -> Tensor:
-    """Codes of a product of two tensors, element by element."""
+def mul(parts: Operands, result: CodeGrid) -> Tensor:
+    """The codes of a product of two tensors, element by element."""
     a, b = parts.tensors
-    ratio = a.grid.scale.float() * b.grid.scale.float() / to.scale.float()
-    return torch.round(a.codes * b.codes * ratio).add_(to.zero_point)
+    ratio = a.grid.scale.float() * b.grid.scale.float() / result.scale.float()
+    return torch.round(a.codes * b.codes * ratio).add_(result.zero_point)
 
 
-def mean(parts: Operands, to: CodeGrid) -> Tensor:
-    """Codes of a mean, and of a pool over all positions."""
+def mean(parts: Operands, result: CodeGrid) -> Tensor:
+    """The codes of a mean, and of a pool over all positions."""
     (x,) = parts.tensors
-    return torch.round(x.codes.float() * (x.grid.scale.float() / to.scale.float() / parts.summed)).add_(to.zero_point)
+    return torch.round(x.codes.float() * (x.grid.scale.float() / result.scale.float() / parts.summed)).add_(
+        result.zero_point
+    )
 
 
 RULES = {"product": product, "add": add, "mul": mul, "mean": mean, "adaptive_avg_pool2d": mean}

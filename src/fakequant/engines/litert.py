@@ -17,7 +17,7 @@ def placement() -> Target:
 
 
 def _multiplier(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """A ratio as an integer of 31 bits and an exponent: integer * 2^(exponent - 31), int64."""
+    """The int64 integer, of 31 bits, and exponent that express a ratio as integer * 2^(exponent - 31)."""
     mantissa, exponent = torch.frexp(ratio.double())
     multiplier = torch.floor(torch.ldexp(mantissa, torch.tensor(31, device="cpu")) + 0.5).long()
     is_over = multiplier == 1 << 31
@@ -25,7 +25,8 @@ def _multiplier(ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(x: Tensor, multiplier: Tensor, exponent: Tensor) -> Tensor:
-    """x * multiplier * 2^(exponent - 31), rounded twice: the doubled high half, then the shift, half away from 0."""
+    """Compute x * multiplier * 2^(exponent - 31), rounded twice: the product over 2^31 to the nearest, then the rest of
+    the shift, a half away from 0."""
     products = (x << exponent.clamp(min=0)) * multiplier
     nudge = torch.where(products >= 0, 1 << 30, 1 - (1 << 30))
     high, right = torch.div(products + nudge, 1 << 31, rounding_mode="trunc"), (-exponent).clamp(min=0)
@@ -33,52 +34,56 @@ def _scaled(x: Tensor, multiplier: Tensor, exponent: Tensor) -> Tensor:
     return (high >> right) + ((high & mask) > (mask >> 1) + (high < 0).long()).long()
 
 
-def _sums(parts: Sums, to: CodeGrid) -> tuple[Tensor, Tensor]:
-    """Sums with biases, int64, and the ratio of scales."""
+def _sums(parts: Sums, result: CodeGrid) -> tuple[Tensor, Tensor]:
+    """The int64 sums of products of codes, with biases, and the ratio of scales."""
     of_input, of_weight = parts.of_input.float().double(), parts.of_weight.float().double()
     scale = of_input * of_weight
     bias = torch.round(parts.bias.float().double() / scale)
-    return (parts.sums.double() + bias).long(), scale / to.scale.float().double()
+    return (parts.sums.double() + bias).long(), scale / result.scale.float().double()
 
 
-def convolution(parts: Sums, to: CodeGrid) -> Tensor:
-    """Codes of a convolution or a matrix product by the reference kernels."""
-    sums, ratio = _sums(parts, to)
-    return _scaled(sums, *_multiplier(ratio)).double().add_(to.zero_point)
+def convolution(parts: Sums, result: CodeGrid) -> Tensor:
+    """The codes that the reference kernels compute for a convolution or a matrix product."""
+    sums, ratio = _sums(parts, result)
+    return _scaled(sums, *_multiplier(ratio)).double().add_(result.zero_point)
 
 
-def linear(parts: Sums, to: CodeGrid) -> Tensor:
-    """Codes of a linear layer by the reference kernels, which round once, half up."""
-    sums, ratio = _sums(parts, to)
+def linear(parts: Sums, result: CodeGrid) -> Tensor:
+    """The codes that the reference kernels compute for a linear layer: rounded once, a half up."""
+    sums, ratio = _sums(parts, result)
     multiplier, exponent = _multiplier(ratio)
     right = 31 - exponent
-    return ((sums * multiplier + (torch.ones_like(right) << right - 1)) >> right).double().add_(to.zero_point)
+    return ((sums * multiplier + (torch.ones_like(right) << right - 1)) >> right).double().add_(result.zero_point)
 
 
-def add(parts: Operands, to: CodeGrid) -> Tensor:
-    """Codes of a sum of two tensors by the reference kernels, with 20 more bits in between."""
-    of_a, of_b, of_sum = (s.float().double() for s in (*(x.grid.scale for x in parts.tensors), to.scale))
+def add(parts: Operands, result: CodeGrid) -> Tensor:
+    """The codes that the reference kernels compute for a sum of two tensors: 20 more bits before the last rounding."""
+    of_a, of_b, of_sum = (s.float().double() for s in (*(x.grid.scale for x in parts.tensors), result.scale))
     twice = 2 * torch.maximum(of_a, of_b)
     a, b = (
         _scaled(x.codes.long() << 20, *_multiplier(scale / twice))
         for x, scale in zip(parts.tensors, (of_a, of_b), strict=True)
     )
-    return _scaled(a + b, *_multiplier(twice / (of_sum * (1 << 20)))).double().add_(to.zero_point)
+    return _scaled(a + b, *_multiplier(twice / (of_sum * (1 << 20)))).double().add_(result.zero_point)
 
 
-def mul(parts: Operands, to: CodeGrid) -> Tensor:
-    """Codes of a product of two tensors, element by element, by the reference kernels."""
+def mul(parts: Operands, result: CodeGrid) -> Tensor:
+    """The codes that the reference kernels compute for a product of two tensors, element by element."""
     a, b = parts.tensors
-    ratio = a.grid.scale.float().double() * b.grid.scale.float().double() / to.scale.float().double()
-    return _scaled(a.codes.long() * b.codes.long(), *_multiplier(ratio)).double().add_(to.zero_point)
+    ratio = a.grid.scale.float().double() * b.grid.scale.float().double() / result.scale.float().double()
+    return _scaled(a.codes.long() * b.codes.long(), *_multiplier(ratio)).double().add_(result.zero_point)
 
 
-def mean(parts: Operands, to: CodeGrid) -> Tensor:
-    """Codes of a mean by the reference kernels, which divide the multiplier by the number of elements."""
+def mean(parts: Operands, result: CodeGrid) -> Tensor:
+    """The codes that the reference kernels compute for a mean: the multiplier is divided by the number of elements."""
     (x,) = parts.tensors
-    multiplier, exponent = _multiplier(x.grid.scale.float().double() / to.scale.float().double())
+    multiplier, exponent = _multiplier(x.grid.scale.float().double() / result.scale.float().double())
     shift = (exponent + 31).clamp(max=min(parts.summed.bit_length() - 1, 32))
-    return _scaled(x.codes.long(), (multiplier << shift) // parts.summed, exponent - shift).double().add_(to.zero_point)
+    return (
+        _scaled(x.codes.long(), (multiplier << shift) // parts.summed, exponent - shift)
+        .double()
+        .add_(result.zero_point)
+    )
 
 
 _LITERT = Engine(

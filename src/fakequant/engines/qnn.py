@@ -54,7 +54,7 @@ def placement() -> Target:
 
 
 def variant(field: str, config: TensorConfig) -> TensorConfig:
-    """The configuration of a tensor, with unsigned activations: a session refuses signed integers when it starts."""
+    """The configuration of a tensor; activations become unsigned, because a session refuses signed integers."""
     spec = config.spec
     if field == "weight" or config.dynamic or not isinstance(spec.format, IntegerFormat) or not spec.symmetric:
         return config
@@ -62,34 +62,34 @@ def variant(field: str, config: TensorConfig) -> TensorConfig:
 
 
 def _exponent(ratio: Tensor) -> Tensor:
-    """floor(log2(ratio)), int64."""
+    """The int64 number floor(log2(ratio))."""
     return torch.frexp(ratio).exponent.long() - 1
 
 
 def product(parts: Sums, to: CodeGrid) -> Tensor:
-    """Codes of a convolution, a linear layer or a matrix product.
+    """The codes of a convolution, a linear layer or a matrix product, from the exact sums of products of codes.
 
-    Bias and zero point are added to the sums. What lies more than 3 bits below a code is cut off. A multiplier of 11
-    bits follows, half rounded up. The ratio of scales is computed for the largest weight scale, then
-    multiplied by each channel's scale over the largest. Ratio, bias and zero point are float32 numbers.
+    Bias and zero point are added to the sums, and bits more than 3 below a code's lowest bit are cut off. The rest is
+    multiplied by a number of 11 bits, and a half is rounded up. The ratio of scales is computed for the largest weight
+    scale, then multiplied by each channel's scale over the largest. Ratio, bias and zero point are float32 numbers.
     """
     return _scaled(parts, to, bits=11, below=3)
 
 
 def strided_depthwise(parts: Sums, to: CodeGrid) -> Tensor:
-    """Codes of a depthwise convolution with a stride: all bits stay, and the multiplier has 15 bits.
+    """The codes of a depthwise convolution with a stride: no bits are cut off, and the multiplier has 15 bits.
 
-    Of 16 bits 1 of 2,500 codes differs, by 1.
+    With 16 bits, 1 of 2,500 codes differs from the emulation, by 1.
     """
     return _scaled(parts, to, bits=15, below=32)
 
 
 def product_of_16_bits(parts: Sums, to: CodeGrid) -> Tensor:
-    """Codes of a product whose input has 16 bits: the last 8 bits of sums are cut off, then a multiplier of 11 bits.
+    """The codes of a product whose input has 16 bits: sums lose their last 8 bits before a multiplier of 11 bits.
 
-    Zero points are not subtracted from codes before the sums: their part of a sum, rounded by itself, is subtracted
-    after the cut, where bias and zero point of the result are added, rounded down. Of 5,760 channels 3 had a constant
-    that differs by 1.
+    Zero points are not subtracted from codes before the sums: their part of a sum is rounded by itself and subtracted
+    after the cut, when the bias and the result's zero point, rounded down, are added. In 3 of 5,760 channels this
+    constant differed by 1.
     """
 
     def make() -> FixedPoint:
@@ -111,7 +111,7 @@ def _scaled(parts: Sums, to: CodeGrid, bits: int, below: int) -> Tensor:
 
 
 def _ratio_and_constant(parts: Sums, to: CodeGrid) -> tuple[Tensor, Tensor]:
-    """The factor of sums, and the constant of bias and zero point that is added to sums: float32 numbers in float64."""
+    """The factor of sums, and the constant of bias and zero point that is added to sums; both are float32 values."""
     of_input, of_weight, of_output = (scale.float() for scale in (parts.of_input, parts.of_weight, to.scale))
     largest = of_weight.max()
     ratio = of_input * largest / of_output * (of_weight / largest)
@@ -140,12 +140,12 @@ def _is_joined(source: Computed) -> bool:
 
 
 def add(parts: Operands, to: CodeGrid) -> Tensor:
-    """Codes of a sum of two tensors: a multiplier for each, and a constant that is a multiple of 256, half down."""
+    """The codes of a sum of two tensors: each has a multiplier; the added constant is a multiple of 256, half down."""
     return _added(parts, to, 1)
 
 
 def sub(parts: Operands, to: CodeGrid) -> Tensor:
-    """Codes of a difference: as `add`, with a multiplier below 0."""
+    """The codes of a difference of two tensors: as for `add`, with a negative multiplier for the second tensor."""
     return _added(parts, to, -1)
 
 
@@ -160,7 +160,7 @@ def _added(parts: Operands, to: CodeGrid, sign: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _addition(sign: int, *numbers: tuple[float, int]) -> tuple[float, float, FixedPoint]:
-    """The multipliers of two tensors, and the rule for their sum, from scale and zero point of both and the result."""
+    """The multipliers of two tensors, and the rule for their sum, by the scales and zero points of both and the sum."""
     scales = torch.tensor([scale for scale, _ in numbers], dtype=torch.float32, device="cpu").double()
     of_a, of_b, of_result = (zero_point for _, zero_point in numbers)
     ratios = scales[:2] / scales[2]
@@ -174,7 +174,7 @@ def _addition(sign: int, *numbers: tuple[float, int]) -> tuple[float, float, Fix
 
 
 def add_of_16_bits(parts: Operands, to: CodeGrid) -> Tensor:
-    """Codes of a sum of two tensors of 16 bits: the larger multiplier has 15 bits, and the constant is even."""
+    """The codes of a sum of two tensors of 16 bits: the larger multiplier has 15 bits, and an even number is added."""
     a, b = parts.tensors
     scales = torch.stack([grid.scale.float().double() for grid in (a.grid, b.grid, to)])
     ratios = scales[:2] / scales[2]
@@ -186,19 +186,19 @@ def add_of_16_bits(parts: Operands, to: CodeGrid) -> Tensor:
 
 
 def bounded(parts: Operands, to: CodeGrid) -> Tensor:
-    """Codes of a ReLU or clamp of codes, rounded half up: all 61,440 codes of 240 pairs of scales are equal."""
+    """The codes of a ReLU or clamp of codes, a half rounded up: all 61,440 codes of 240 pairs of scales are equal."""
     (x,) = parts.tensors
     ratio = x.grid.scale.float().double() / to.scale.float().double()
     return torch.floor(x.codes * ratio + 0.5) + to.zero_point
 
 
 def mean(parts: Operands, to: CodeGrid) -> Tensor:
-    """Codes of a mean: a multiplier of 15 bits, rounded down. Of 163,840 means 50 differed, by 1."""
+    """The codes of a mean: the multiplier has 15 bits, and is rounded down. Of 163,840 means 50 differed, by 1."""
     return _mean(parts, to, torch.floor)
 
 
 def pool(parts: Operands, to: CodeGrid) -> Tensor:
-    """Codes of a pool over all positions, of at most 64: a multiplier of 15 bits, rounded to the nearest.
+    """The codes of a pool over all of at most 64 positions: the multiplier has 15 bits, rounded to the nearest.
 
     Larger pools differ in up to 1 of 600 codes of 8 bits, by 1.
     """
@@ -206,12 +206,12 @@ def pool(parts: Operands, to: CodeGrid) -> Tensor:
 
 
 def windows(parts: Operands, to: CodeGrid) -> Tensor:
-    """Codes of a pool of windows that do not overlap: as `pool`, but those of four elements are rounded twice."""
+    """The codes of a pool of windows that do not overlap: as for `pool`, but means of four are rounded twice."""
     return _mean(parts, to, torch.round, first=12 if parts.summed == 4 else 0)
 
 
 def _mean(parts: Operands, to: CodeGrid, rounding: Callable[[Tensor], Tensor], first: int = 0) -> Tensor:
-    """Codes of a mean; `first` is the shift of a rounding before the last one, for ratios below 1/2."""
+    """The codes of a mean; for ratios below 1/2, a rounding at the bit `first` comes before the last rounding."""
     (x,) = parts.tensors
     ratio = x.grid.scale.float().double() / to.scale.float().double() / parts.summed
     shift = 14 - _exponent(ratio)

@@ -11,7 +11,7 @@ from fakequant.numerics.spec import Arithmetic
 
 
 def variant(field: str, config: TensorConfig) -> TensorConfig:
-    """The configuration of a tensor, with scales of MX inputs rounded to even, and INT8 inputs by the reciprocal."""
+    """The configuration of a tensor: scales of MX inputs are rounded to even, INT8 inputs multiplied by 1 / scale."""
     spec = config.spec
     if field == "weight" or not config.dynamic:
         return config

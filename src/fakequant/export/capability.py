@@ -71,7 +71,7 @@ class Style(str, Enum):
     STANDARD = "standard"
     """QuantizeLinear and DequantizeLinear with all element types of the ONNX standard; few runtimes have them all."""
     TRT = "trt"
-    """Operators that TensorRT's parser reads, including those of domain `trt` for dynamic MXFP8."""
+    """Operators that TensorRT's parser reads, including operators of domain `trt` for dynamic MXFP8."""
 
     @classmethod
     def parse(cls, text: str) -> Style:
@@ -239,7 +239,7 @@ def read(model: ModelProto) -> FileRecord:
 
 
 Dimension = int | str
-"""The length of an axis; text where it is symbolic."""
+"""The length of an axis; a text if it is symbolic."""
 
 FIRST_OPSET = 18
 """The oldest opset that torch's exporter writes without a conversion."""
@@ -423,8 +423,8 @@ def layout(
     if any(not isinstance(b, int) for b in repeats) or not sizes[axis]:
         raise ExportError(
             f"scales of shape {_text(groups)} on a tensor of shape {_text(shape)}: ONNX has scales per tensor, along "
-            "one axis, or per block of one axis whose length is known; choose such a granularity, or make the other "
-            "axes static"
+            "one axis, or per block of one axis whose length is known; choose one of these granularities, or make the "
+            "other axes static"
         )
     return ScaleLayout(axis, sizes[axis], tuple(int(b) for b in repeats), symbolic)
 

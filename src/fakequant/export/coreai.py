@@ -86,7 +86,7 @@ def export_coreai(
     if any(getattr(node.meta.get("val"), "dtype", None) is torch.float64 for node in program.graph.nodes):
         raise ExportError("Core AI computes in float32 and half precision, but the model in float64; use model.float()")
     if others := [one for one in signature.user_outputs if not isinstance(one, str)]:
-        raise ExportError(f"forward returns {listed(map(repr, others))} beside tensors; return tensors alone")
+        raise ExportError(f"forward returns {listed(map(repr, others))} beside tensors; return only tensors")
     expected = simulated(model, program)
     with TemporaryDirectory(dir=target.parent) as folder:
         written = Path(folder, target.name)

@@ -555,7 +555,7 @@ def _numbers(value: Any, key: str) -> np.ndarray:
     try:
         return np.asarray(value, dtype=np.float64)
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"has {key} in lists of several lengths, or too large ones") from error
+        raise ValueError(f"has {key} in lists of several lengths, or as too large integers") from error
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -437,8 +437,8 @@ def traced(
     known = dict(model.named_modules(remove_duplicate=False))
     if unnamed := [site.path for site in quantizing if site.path not in known]:
         raise ExportError(
-            f"torch.export finds quantizers at {listed(unnamed)}, where the model has no module; hold the modules that "
-            "forward calls in nn.ModuleList or nn.ModuleDict"
+            f"torch.export finds quantizers at {listed(unnamed)}, but the model has no modules there; put the modules "
+            "that forward calls into nn.ModuleList or nn.ModuleDict"
         )
     return Traced(target, active, program, quantizing, codes, state)
 

@@ -115,7 +115,7 @@ class GraphEditor:
 
 
 def names_read(nodes: Iterable[NodeProto]) -> set[str]:
-    """Return the names of all inputs of nodes, including those that only their inner graphs read."""
+    """Return the names of all inputs of nodes, including inputs that only their inner graphs read."""
     names: set[str] = set()
     for node in nodes:
         names.update(node.input)

@@ -133,7 +133,7 @@ def _run(data: bytes, program: ExportedProgram) -> list[Any]:
     if len(places) > 1:
         places = sorted(places, key=lambda one: int((_ARGUMENT.search(one["name"]) or [0, 0])[1]))
     if len(places) != len(values):
-        raise ExportError(f"LiteRT keeps {len(places)} of {len(values)} inputs; leave out those that no result needs")
+        raise ExportError(f"LiteRT keeps {len(places)} of {len(values)} inputs; leave out inputs that no result needs")
     for place, value in zip(places, values, strict=True):
         x, (scale, point) = value.numpy(), place["quantization"]
         if place["dtype"] is np.int8 and x.dtype != np.int8:

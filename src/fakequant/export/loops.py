@@ -82,30 +82,32 @@ def _number(order: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def look_up(to: Emitter, name: str, value: str, limits: Tensor, results: Tensor) -> str:
+def look_up(emitter: Emitter, name: str, value: str, limits: Tensor, results: Tensor) -> str:
     """Add nodes that return results[i] where limits[i - 1] <= value < limits[i]; results[0] for NaN.
 
     Args:
-        to: receives the nodes.
+        emitter: the emitter that gets the nodes.
         name: prefix of the names of the constants.
         value: name of the input.
-        limits: ascending thresholds [k - 1]; NaN for those that are never reached.
+        limits: ascending thresholds [k - 1]; NaN for a threshold that is never reached.
         results: float32 values [k].
     """
     steps = [1 << k for k in reversed(range(max(len(results) - 1, 1).bit_length()))]
     # A comparison with NaN is false, so the index never goes beyond the last result.
     padded = np.full(2 * steps[0] - 1, np.nan, np.float32)
     padded[: len(limits)] = limits.numpy()
-    table = to.add(f"{name}_limits", padded)
-    index = to.add(f"{name}_start", np.array(0, np.int64))
+    table = emitter.add(f"{name}_limits", padded)
+    index = emitter.add(f"{name}_start", np.array(0, np.int64))
     for step in steps:
-        limit = to.emit("Gather", table, to.emit("Add", index, to.add(f"{name}_probe_{step}", np.array(step - 1))))
-        moved = to.emit("Add", index, to.add(f"{name}_step_{step}", np.array(step)))
-        index = to.emit("Where", to.emit("GreaterOrEqual", value, limit), moved, index)
-    return to.emit("Gather", to.add(f"{name}_values", results), index)
+        limit = emitter.emit(
+            "Gather", table, emitter.emit("Add", index, emitter.add(f"{name}_probe_{step}", np.array(step - 1)))
+        )
+        moved = emitter.emit("Add", index, emitter.add(f"{name}_step_{step}", np.array(step)))
+        index = emitter.emit("Where", emitter.emit("GreaterOrEqual", value, limit), moved, index)
+    return emitter.emit("Gather", emitter.add(f"{name}_values", results), index)
 
 
-def round_to(to: Emitter, value: str, fmt: Format) -> str:
+def round_to(emitter: Emitter, value: str, fmt: Format) -> str:
     """Add nodes that round a value in code units to the nearest code of a format; NaN is kept.
 
     Raises:
@@ -114,30 +116,32 @@ def round_to(to: Emitter, value: str, fmt: Format) -> str:
     if isinstance(fmt, TableFormat):
         values = torch.tensor(fmt.values, dtype=torch.float32, device="cpu")
         limits = thresholds(lambda v: fmt.to_storage(v).long(), len(values))
-        return to.emit("Where", to.emit("IsNaN", value), value, look_up(to, "table", value, limits, values))
+        return emitter.emit(
+            "Where", emitter.emit("IsNaN", value), value, look_up(emitter, "table", value, limits, values)
+        )
     if not isinstance(fmt, (FloatFormat, IntegerFormat)):
         raise ExportError(f"the format {fmt} has no form in ONNX; use an integer, float or table format")
     # The standard does not specify Clip, Min and Max for NaN.
     for name, compare, bound in (("code_high", "Greater", fmt.quant_max), ("code_low", "Less", fmt.quant_min)):
-        limit = to.number(name, bound)
-        value = to.emit("Where", to.emit(compare, value, limit), limit, value)
+        limit = emitter.number(name, bound)
+        value = emitter.emit("Where", emitter.emit(compare, value, limit), limit, value)
     if isinstance(fmt, IntegerFormat):
-        return _positive_zero(to, to.emit("Round", value))
+        return _positive_zero(emitter, emitter.emit("Round", value))
     lowest = fmt.grid.min_exponent
     highest = math.frexp(fmt.quant_max)[1] - 1
-    magnitude = to.emit("Abs", value)
-    power = to.number("smallest_power", 2.0**lowest)
+    magnitude = emitter.emit("Abs", value)
+    power = emitter.number("smallest_power", 2.0**lowest)
     for bit in reversed(range((highest - lowest).bit_length())):
-        larger = to.emit("Mul", power, to.number(f"power_{bit}", 2.0 ** (1 << bit)))
-        power = to.emit("Where", to.emit("GreaterOrEqual", magnitude, larger), larger, power)
-    spacing = to.emit("Mul", power, to.number("unit", 2.0**-fmt.mantissa_bits))
-    code = to.emit("Mul", to.emit("Round", to.emit("Div", value, spacing)), spacing)
-    return code if fmt.grid.negative_zero else _positive_zero(to, code)
+        larger = emitter.emit("Mul", power, emitter.number(f"power_{bit}", 2.0 ** (1 << bit)))
+        power = emitter.emit("Where", emitter.emit("GreaterOrEqual", magnitude, larger), larger, power)
+    spacing = emitter.emit("Mul", power, emitter.number("unit", 2.0**-fmt.mantissa_bits))
+    code = emitter.emit("Mul", emitter.emit("Round", emitter.emit("Div", value, spacing)), spacing)
+    return code if fmt.grid.negative_zero else _positive_zero(emitter, code)
 
 
-def _positive_zero(to: Emitter, code: str) -> str:
-    zero = to.number("zero", 0.0)
-    return to.emit("Where", to.emit("Equal", code, zero), zero, code)
+def _positive_zero(emitter: Emitter, code: str) -> str:
+    zero = emitter.number("zero", 0.0)
+    return emitter.emit("Where", emitter.emit("Equal", code, zero), zero, code)
 
 
 def express(site: EmittedSite) -> tuple[str, str]:
@@ -204,7 +208,7 @@ def lower_scale(editor: GraphEditor, node: NodeProto, path: str, style: Style) -
     from onnx import TensorProto
 
     spec = QuantSpec.parse(next(a.s.decode() for a in node.attribute if a.name == "spec"))
-    to = Emitter(editor, editor.label(f"{path or 'fake_quantize'}/range"))
+    emitter = Emitter(editor, editor.label(f"{path or 'fake_quantize'}/range"))
     encoding = check_spec(spec, style)
     check_choice(spec)
     (x,), (scale,) = node.input, node.output
@@ -216,23 +220,23 @@ def lower_scale(editor: GraphEditor, node: NodeProto, path: str, style: Style) -
     largest = next((most for kind, most in halves if kind == editor.type(x)), _INFO.max)
     # As in `numerics.qparams.choose_qparams`.
     limit = largest * (1.0 - _INFO.eps) / max(-spec.format.quant_min, spec.format.quant_max)
-    magnitude = to.emit("Abs", to.as_float32(x))
-    finite = to.emit("Less", magnitude, to.number("inf", math.inf))  # a comparison with NaN is false
-    magnitude = to.emit("Where", finite, magnitude, to.number("zero", 0.0))
-    amax = _group_max(to, magnitude, shape, block_sizes(spec.granularity, shape))
+    magnitude = emitter.emit("Abs", emitter.as_float32(x))
+    finite = emitter.emit("Less", magnitude, emitter.number("inf", math.inf))  # a comparison with NaN is false
+    magnitude = emitter.emit("Where", finite, magnitude, emitter.number("zero", 0.0))
+    amax = _group_max(emitter, magnitude, shape, block_sizes(spec.granularity, shape))
     if isinstance(spec.scale.format, ExponentFormat):
-        (powers_of_two if encoding.powers else _search_power_of_two)(to, amax, spec, limit, scale)
-        return to
-    tiny = to.number("tiny", _INFO.tiny)
+        (powers_of_two if encoding.powers else _search_power_of_two)(emitter, amax, spec, limit, scale)
+        return emitter
+    tiny = emitter.number("tiny", _INFO.tiny)
     if spec.scale.format is None or spec.scale.granularity is None:
-        chosen = to.emit("Div", amax, to.number("bound", spec.scale.bound(spec.format)))
+        chosen = emitter.emit("Div", amax, emitter.number("bound", spec.scale.bound(spec.format)))
     else:
-        chosen = _two_level_scale(to, amax, editor.shape(scale), spec, encoding)
-    to.emit("Min", to.emit("Max", chosen, tiny), to.number("limit", limit), result=scale)
-    return to
+        chosen = _two_level_scale(emitter, amax, editor.shape(scale), spec, encoding)
+    emitter.emit("Min", emitter.emit("Max", chosen, tiny), emitter.number("limit", limit), result=scale)
+    return emitter
 
 
-def _group_max(to: Emitter, value: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:
+def _group_max(emitter: Emitter, value: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:
     """Add nodes for the maximum of every group [groups, axes kept]; values are >= 0, so zeros pad incomplete blocks."""
     whole = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b == n and n != 1]
     rank = len(shape)
@@ -244,22 +248,22 @@ def _group_max(to: Emitter, value: str, shape: Sequence[Dimension], blocks: Sequ
         order = [i for i in range(rank) if i != axis] + [axis]  # the axis goes to the end for the Reshape
         moved = axis != rank - 1
         if moved:
-            value = to.emit("Transpose", value, perm=order)
+            value = emitter.emit("Transpose", value, perm=order)
         groups = -(-n // block)
         if missing := groups * block - n:
-            pads = to.add(f"pads_{axis}", np.array([0] * rank + [0] * (rank - 1) + [missing], np.int64))
-            value = to.emit("Pad", value, pads)
-        sizes = to.add(f"blocks_{axis}", np.array([0] * (rank - 1) + [groups, block], np.int64))
-        value = to.emit("Reshape", value, sizes)
-        value = to.emit("ReduceMax", value, to.add("last", np.array([-1], np.int64)), keepdims=0)
+            pads = emitter.add(f"pads_{axis}", np.array([0] * rank + [0] * (rank - 1) + [missing], np.int64))
+            value = emitter.emit("Pad", value, pads)
+        sizes = emitter.add(f"blocks_{axis}", np.array([0] * (rank - 1) + [groups, block], np.int64))
+        value = emitter.emit("Reshape", value, sizes)
+        value = emitter.emit("ReduceMax", value, emitter.add("last", np.array([-1], np.int64)), keepdims=0)
         if moved:
-            value = to.emit("Transpose", value, perm=[order.index(i) for i in range(rank)])
+            value = emitter.emit("Transpose", value, perm=[order.index(i) for i in range(rank)])
     if whole:
-        value = to.emit("ReduceMax", value, to.add("axes", np.array(whole, np.int64)), keepdims=1)
+        value = emitter.emit("ReduceMax", value, emitter.add("axes", np.array(whole, np.int64)), keepdims=1)
     return value
 
 
-def _search_power_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, result: str) -> None:
+def _search_power_of_two(emitter: Emitter, amax: str, spec: QuantSpec, limit: float, result: str) -> None:
     assert isinstance(spec.scale.format, ExponentFormat)
     largest = spec.scale.format.exponent_bias
 
@@ -269,27 +273,29 @@ def _search_power_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, 
     count = 2 * largest + 1
     exponents = torch.arange(count, device="cpu") - largest
     powers = torch.ldexp(torch.ones(count, dtype=torch.float64, device="cpu"), exponents).float()
-    power = look_up(to, "scale", amax, thresholds(exponent, count, lowest=0.0), powers)
-    to.emit("Identity", power, result=result)
+    power = look_up(emitter, "scale", amax, thresholds(exponent, count, lowest=0.0), powers)
+    emitter.emit("Identity", power, result=result)
 
 
-def _two_level_scale(to: Emitter, amax: str, shape: Sequence[Dimension], spec: QuantSpec, encoding: Encoding) -> str:
+def _two_level_scale(
+    emitter: Emitter, amax: str, shape: Sequence[Dimension], spec: QuantSpec, encoding: Encoding
+) -> str:
     """Add nodes for scales [shape] with a second level, operation by operation as in `numerics.scales`."""
     fmt, granularity, bound = spec.scale.format, spec.scale.granularity, spec.scale.bound(spec.format)
     assert fmt is not None
     assert granularity is not None
     blocks = block_sizes(granularity, shape)
-    whole = _group_max(to, amax, shape, blocks)
-    shared = to.emit("Div", whole, to.number("largest", fmt.quant_max * bound))
-    shared = to.emit("Max", shared, to.number("tiny", _INFO.tiny))
-    spread = to.repeat(shared, blocks, shape)
-    quotient = to.emit("Div", amax, to.emit("Mul", to.number("bound", bound), spread))
-    smallest = to.number("smallest", fmt.smallest)
+    whole = _group_max(emitter, amax, shape, blocks)
+    shared = emitter.emit("Div", whole, emitter.number("largest", fmt.quant_max * bound))
+    shared = emitter.emit("Max", shared, emitter.number("tiny", _INFO.tiny))
+    spread = emitter.repeat(shared, blocks, shape)
+    quotient = emitter.emit("Div", amax, emitter.emit("Mul", emitter.number("bound", bound), spread))
+    smallest = emitter.number("smallest", fmt.smallest)
     if encoding.scale is not None:
-        return multiply(to, scale_codes(to, quotient, smallest, encoding.scale), shared, shape, blocks)
-    code = round_to(to, quotient, fmt)
-    positive = to.emit("Greater", code, to.number("none", 0.0))
-    return to.emit("Mul", to.emit("Where", positive, code, smallest), spread)
+        return multiply(emitter, scale_codes(emitter, quotient, smallest, encoding.scale), shared, shape, blocks)
+    code = round_to(emitter, quotient, fmt)
+    positive = emitter.emit("Greater", code, emitter.number("none", 0.0))
+    return emitter.emit("Mul", emitter.emit("Where", positive, code, smallest), spread)
 
 
 DOMAIN = "fakequant"
@@ -343,8 +349,8 @@ def write_loop(
     count = 2 if mode == "LSTM" else 1
     gates, hidden, cell, weight, bias, *params = (*node.input, "", "", "")[:7]
     y, *last = (*node.output, "", "")[:3]
-    to = Emitter(editor, editor.label(f"{path}/{quantizer}/loop"))
-    state, of_cell, step, turned = (f"{to.label}/{name}" for name in ("state", "cell", "step", "weight"))
+    emitter = Emitter(editor, editor.label(f"{path}/{quantizer}/loop"))
+    state, of_cell, step, turned = (f"{emitter.label}/{name}" for name in ("state", "cell", "step", "weight"))
     shape, before, seen, record = editor.shape(hidden), state, [], None
     if spec := str(given["spec"]):
         editor.declare(state, TensorProto.FLOAT, shape)
@@ -355,33 +361,33 @@ def write_loop(
             groups = QuantSpec.parse(spec).granularity.group_shape((1, int(shape[-1])))[1:]
             editor.declare(own[0], TensorProto.FLOAT, [shape[0], *groups])
             chooser = helper.make_node("ChooseScale", [state], own, domain=DOMAIN, spec=spec)
-            to.nodes += lower_scale(editor, chooser, path, style).nodes
+            emitter.nodes += lower_scale(editor, chooser, path, style).nodes
         quantize = helper.make_node("FakeQuantize", [state, *own], [before], domain=DOMAIN, spec=spec)
         nodes, record = express(quantize, path)
-        to.nodes += nodes
-        seen = [to.emit("Identity", state), to.emit("Identity", before)]
-        record = record.seen_as(f"{to.label}/state_before", f"{to.label}/state_before_quantized")
-    product = to.emit("MatMul", before, turned)
-    product = to.emit("Add", product, bias) if bias else product
-    after = _step(to, mode, (step, product, before, of_cell), shape[-1])
-    results = [*after[:count], to.emit("Identity", after[0]), *seen]
+        emitter.nodes += nodes
+        seen = [emitter.emit("Identity", state), emitter.emit("Identity", before)]
+        record = record.seen_as(f"{emitter.label}/state_before", f"{emitter.label}/state_before_quantized")
+    product = emitter.emit("MatMul", before, turned)
+    product = emitter.emit("Add", product, bias) if bias else product
+    after = _step(emitter, mode, (step, product, before, of_cell), shape[-1])
+    results = [*after[:count], emitter.emit("Identity", after[0]), *seen]
     sizes = {step: [*shape[:-1], editor.shape(gates)[-1]]}
 
     def info(name: str) -> ValueInfoProto:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes.get(name, shape))
 
     taken = [*[state, of_cell][:count], step]
-    body = helper.make_graph(to.nodes, f"{to.label}/body", [*map(info, taken)], [*map(info, results)])
+    body = helper.make_graph(emitter.nodes, f"{emitter.label}/body", [*map(info, taken)], [*map(info, results)])
     outer = [] if record is None else [record.x, record.y]
     for name in outer:
         editor.declare(name, TensorProto.FLOAT, [editor.shape(gates)[0], *shape], visible=True)
-    ends = [name or f"{to.label}/last_{place}" for place, name in enumerate(last[:count])]
-    transpose = helper.make_node("Transpose", [weight], [turned], f"{to.label}/Transpose", perm=[1, 0])
+    ends = [name or f"{emitter.label}/last_{place}" for place, name in enumerate(last[:count])]
+    transpose = helper.make_node("Transpose", [weight], [turned], f"{emitter.label}/Transpose", perm=[1, 0])
     scan = helper.make_node(
         "Scan",
         [*[hidden, cell][:count], gates],
         [*ends, y, *outer],
-        f"{to.label}/Scan",
+        f"{emitter.label}/Scan",
         body=body,
         num_scan_inputs=1,
         scan_input_directions=direction,
@@ -390,29 +396,29 @@ def write_loop(
     return [transpose, scan], record
 
 
-def _step(to: Emitter, mode: str, values: tuple[str, str, str, str], width: Any) -> tuple[str, str]:
+def _step(emitter: Emitter, mode: str, values: tuple[str, str, str, str], width: Any) -> tuple[str, str]:
     """Add the nodes of one step; returns the names of hidden and cell state after the step.
 
     `values` names the products [n, gates * hidden] of input and hidden state, and both states before the step.
     """
     x, own, hidden, cell = values
     count = _GATES.get(mode, 1)
-    sizes = to.add("sizes", np.full(count, int(width), np.int64))
+    sizes = emitter.add("sizes", np.full(count, int(width), np.int64))
 
     def parts(value: str) -> list[str]:
-        names = [f"{to.label}/Split_{len(to.nodes)}_{place}" for place in range(count)]
-        to.split(value, sizes, names)
+        names = [f"{emitter.label}/Split_{len(emitter.nodes)}_{place}" for place in range(count)]
+        emitter.split(value, sizes, names)
         return names
 
     if mode == "LSTM":
-        into, forget, new, out = parts(to.emit("Add", x, own))
-        kept = to.emit("Mul", to.emit("Sigmoid", forget), cell)
-        cell = to.emit("Add", kept, to.emit("Mul", to.emit("Sigmoid", into), to.emit("Tanh", new)))
-        return to.emit("Mul", to.emit("Sigmoid", out), to.emit("Tanh", cell)), cell
+        into, forget, new, out = parts(emitter.emit("Add", x, own))
+        kept = emitter.emit("Mul", emitter.emit("Sigmoid", forget), cell)
+        cell = emitter.emit("Add", kept, emitter.emit("Mul", emitter.emit("Sigmoid", into), emitter.emit("Tanh", new)))
+        return emitter.emit("Mul", emitter.emit("Sigmoid", out), emitter.emit("Tanh", cell)), cell
     if mode == "GRU":
         (r, z, n), (of_r, of_z, of_n) = parts(x), parts(own)
-        reset = to.emit("Sigmoid", to.emit("Add", r, of_r))
-        n = to.emit("Tanh", to.emit("Add", n, to.emit("Mul", reset, of_n)))
-        share = to.emit("Sigmoid", to.emit("Add", z, of_z))
-        return to.emit("Add", n, to.emit("Mul", share, to.emit("Sub", hidden, n))), cell
-    return to.emit("Tanh" if mode == "RNN_TANH" else "Relu", to.emit("Add", x, own)), cell
+        reset = emitter.emit("Sigmoid", emitter.emit("Add", r, of_r))
+        n = emitter.emit("Tanh", emitter.emit("Add", n, emitter.emit("Mul", reset, of_n)))
+        share = emitter.emit("Sigmoid", emitter.emit("Add", z, of_z))
+        return emitter.emit("Add", n, emitter.emit("Mul", share, emitter.emit("Sub", hidden, n))), cell
+    return emitter.emit("Tanh" if mode == "RNN_TANH" else "Relu", emitter.emit("Add", x, own)), cell

@@ -235,26 +235,30 @@ def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
     return FactoredScale(spec.scale.format.from_storage(codes, scale.dtype), shared)
 
 
-def multiply(to: Emitter, codes: str, shared: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:
+def multiply(emitter: Emitter, codes: str, shared: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:
     """Add nodes that multiply codes [shape] by their shared factors, one for each block of codes.
 
     The nodes are one DequantizeLinear if all codes share one factor.
     """
     if all(b == n for n, b in zip(shape, blocks, strict=True)):
-        return to.emit("DequantizeLinear", codes, shared if to.editor.is_constant(shared) else to.scalar(shared))
-    spread = to.repeat(shared, blocks, shape)
-    return to.emit("Mul", to.emit("DequantizeLinear", codes, to.number("one", 1.0)), spread)
+        return emitter.emit(
+            "DequantizeLinear", codes, shared if emitter.editor.is_constant(shared) else emitter.scalar(shared)
+        )
+    spread = emitter.repeat(shared, blocks, shape)
+    return emitter.emit("Mul", emitter.emit("DequantizeLinear", codes, emitter.number("one", 1.0)), spread)
 
 
-def scale_codes(to: Emitter, quotient: str, smallest: str, element: ElementType) -> str:
+def scale_codes(emitter: Emitter, quotient: str, smallest: str, element: ElementType) -> str:
     """Add nodes that round scales, divided by their shared factor, to codes: at least the smallest positive code."""
     from onnx import TensorProto
 
     kind = TensorProto.DataType.Value(element.name)
-    return to.emit("QuantizeLinear", to.emit("Max", quotient, smallest), to.number("one", 1.0), output_dtype=kind)
+    return emitter.emit(
+        "QuantizeLinear", emitter.emit("Max", quotient, smallest), emitter.number("one", 1.0), output_dtype=kind
+    )
 
 
-def powers_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, result: str) -> None:
+def powers_of_two(emitter: Emitter, amax: str, spec: QuantSpec, limit: float, result: str) -> None:
     """Add nodes that choose the power of two of every group as `numerics.scales` does, with Cast to E8M0.
 
     Cast rounds down, but not below 2**-127. Products with powers of two are exact.
@@ -262,35 +266,35 @@ def powers_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, result:
     fmt, element = spec.scale.format, spec.format
     assert isinstance(fmt, ExponentFormat)
     if spec.scale.rounding is ScaleRounding.CEIL:
-        quotient = to.emit("Div", amax, to.number("bound", element.bound))
-        power = _power_below(to, quotient)
-        power = _double_where(to, to.emit("Greater", quotient, power), power)
+        quotient = emitter.emit("Div", amax, emitter.number("bound", element.bound))
+        power = _power_below(emitter, quotient)
+        power = _double_where(emitter, emitter.emit("Greater", quotient, power), power)
     else:
-        below = _power_below(to, amax)
-        power = to.emit("Mul", below, to.number("unit", 2.0 ** (1 - math.frexp(element.bound)[1])))
+        below = _power_below(emitter, amax)
+        power = emitter.emit("Mul", below, emitter.number("unit", 2.0 ** (1 - math.frexp(element.bound)[1])))
         if (up_from := spec.scale.up_from(element)) < 1:  # of the mantissa, whose powers begin with 0.5
-            near = to.emit("Mul", below, to.number("near", 2 * up_from))
-            power = _double_where(to, to.emit("GreaterOrEqual", amax, near), power)
-    power = to.emit("Max", power, to.number("smallest", fmt.grid.quant_min))
+            near = emitter.emit("Mul", below, emitter.number("near", 2 * up_from))
+            power = _double_where(emitter, emitter.emit("GreaterOrEqual", amax, near), power)
+    power = emitter.emit("Max", power, emitter.number("smallest", fmt.grid.quant_min))
     largest = 2.0 ** min(fmt.exponent_bias, math.frexp(limit)[1] - 1)
-    to.emit("Min", power, to.number("limit", largest), result=result)
+    emitter.emit("Min", power, emitter.number("limit", largest), result=result)
 
 
-def _double_where(to: Emitter, condition: str, power: str) -> str:
-    return to.emit("Where", condition, to.emit("Mul", power, to.number("two", 2.0)), power)
+def _double_where(emitter: Emitter, condition: str, power: str) -> str:
+    return emitter.emit("Where", condition, emitter.emit("Mul", power, emitter.number("two", 2.0)), power)
 
 
-def _power_below(to: Emitter, value: str) -> str:
+def _power_below(emitter: Emitter, value: str) -> str:
     from onnx import TensorProto
 
-    return to.emit("Cast", _to_e8m0(to, value), to=TensorProto.FLOAT)
+    return emitter.emit("Cast", _to_e8m0(emitter, value), to=TensorProto.FLOAT)
 
 
-def _to_e8m0(to: Emitter, value: str) -> str:
+def _to_e8m0(emitter: Emitter, value: str) -> str:
     """Cast to the power of two below; rounding up would turn the subnormal 2**-127 into 2**-126 in onnx 1.23."""
     from onnx import TensorProto
 
-    return to.emit("Cast", value, to=TensorProto.FLOAT8E8M0, round_mode="down")
+    return emitter.emit("Cast", value, to=TensorProto.FLOAT8E8M0, round_mode="down")
 
 
 DOMAIN = "trt"
@@ -374,7 +378,7 @@ def _block_sizes(spec: QuantSpec, *, constant: bool) -> tuple[int, ...]:
 
 
 def place(spec: QuantSpec, axes: int) -> ScaleLayout | None:
-    """Return the layout of scales in blocks, which may cover their axis; None where TensorRT has no blocks."""
+    """Return the layout of scales in blocks, which may cover their axis; None if TensorRT has no blocks for them."""
     if not isinstance(spec.granularity, PerBlock):
         return None
     ((axis, size),) = spec.granularity.sizes

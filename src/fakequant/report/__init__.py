@@ -1,6 +1,6 @@
 """Reports: one HTML file that shows the effect of quantization on a model.
 
-The package can be called: `fakequant.report(model, batches, path)` is `of_model.report`, whose name it shares.
+The package can be called: `fakequant.report(model, batches, path)` calls `of_model.report`.
 """
 
 import inspect

@@ -20,7 +20,7 @@ from fakequant.ptq.trial import NextStep
 
 
 class Section(Enum):
-    """The headings of sections, by which a report names the reason for an empty section."""
+    """The headings of sections; `ReportData.missing` has the reason for an empty section under its heading."""
 
     ACCURACY = "Accuracy"
     LAYERS = "Layers"
@@ -74,7 +74,7 @@ def accuracy_cells(rows: Sequence[Accuracy]) -> list[tuple[str, str, str, str, s
 
 
 class Checked(NamedTuple):
-    """A quantizer or output that was compared: its name, specification, elements, differing elements, other fault."""
+    """A compared quantizer or output: name, specification, number of elements, of differing ones, and other fault."""
 
     name: str
     spec: str
@@ -109,11 +109,11 @@ class Layer:
         weight: how its weights are quantized; "" for float or no weight.
         alone: the signal-to-noise ratio in dB of the model's output with only this layer quantized; None if it was not
             measured.
-        input_sqnr: the ratio of its quantized inputs in dB, of several the worst.
-        weight_sqnr: the same of its weights.
+        input_sqnr: the signal-to-noise ratio in dB of the quantized inputs; the worst if there are several.
+        weight_sqnr: the signal-to-noise ratio in dB of the quantized weights.
         elements: the number of quantized weights.
-        bytes: their codes and scales.
-        float_bytes: the same weights in float.
+        bytes: the bytes of the codes and scales.
+        float_bytes: the bytes of the same weights in float.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Layer:
 
     @property
     def worst(self) -> float:
-        """The measure by which layers are compared: `alone`, else the lower of the other ratios; inf without any."""
+        """The measure that layers are compared by: `alone`, else the lower of the other ratios; inf without any."""
         if self.alone is not None:
             return self.alone
         return min((v for v in (self.input_sqnr, self.weight_sqnr) if v is not None), default=math.inf)
@@ -141,7 +141,7 @@ class Clip:
 
     Args:
         share: the share of the values that lie outside of the range.
-        sqnr: signal over all noise of this range in dB, clipping and rounding together.
+        sqnr: the signal over the noise by clipping and rounding, in dB.
     """
 
     share: float
@@ -153,13 +153,13 @@ class Distribution:
     """The values of one tensor and the ranges that were chosen for it.
 
     Args:
-        name: the layer and the operand, such as "head, input".
+        name: the layer and its tensor, such as "head, input".
         edges: the edges of the bins [bins + 1], ascending, in units of the tensor.
         counts: the number of values in each bin [bins].
-        ranges: lowest and highest value of the chosen range, by calibrator.
-        groups: the number of groups (channels, blocks). The counts are the sum of all groups, a range is the widest.
-        clips: what each range costs, by calibrator, where it is known.
-        whole: the signal-to-noise ratio in dB if the range held all values, where it is known.
+        ranges: the lowest and highest value of the chosen range, by calibrator.
+        groups: the number of groups (channels, blocks). Counts are sums over all groups; a range is the widest group's.
+        clips: the cost of each range, by calibrator, if it is known.
+        whole: the signal-to-noise ratio in dB if the range held all values; None if it is not known.
     """
 
     name: str
@@ -173,11 +173,11 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Channels:
-    """The smallest and the largest weight of every output channel; neighbours are joined where there are many.
+    """The smallest and the largest weight of every output channel; if there are many channels, neighbours are joined.
 
     Args:
         name: the layer.
-        lowest, highest: one value for each channel or for each few neighbours.
+        lowest, highest: the values for each channel, or for each few neighbours.
         channels: the number of channels.
         spread: the largest magnitude of a channel over the median magnitude of all channels.
     """
@@ -222,7 +222,7 @@ class ReportData:
         next: what to do next, in one sentence.
         code: the lines of code for the next step.
         unfinished: the step that a running or interrupted job has reached; "" for a complete report.
-        missing: the reason for each empty section.
+        missing: the reason for each empty section, by its heading.
         source: the recipe of a job, as an absolute path.
     """
 
@@ -258,7 +258,7 @@ class ReportData:
 
 
 RESULTS = "results.json"
-"""The name of the file in the folder of a job."""
+"""The name of the file with the report's content in the folder of a job."""
 _FORM = 2
 DECIBELS = "signal over noise of the output, dB"
 
@@ -282,7 +282,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class _Read(VerifyReport):
-    """A verification of an export or a delivery, read from a file; `verdict`: that of a file of the first form."""
+    """A verification of an export or a delivery, read from a file; in the first file format `verdict` was stored."""
 
     far: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -290,12 +290,12 @@ class _Read(VerifyReport):
 
     @property
     def as_deployed(self) -> bool | None:
-        """As for `VerifyReport`."""
+        """The same as in `VerifyReport`."""
         return super().as_deployed if self.verdict is None else self.verdict
 
     @property
     def passed(self) -> bool:
-        """As for `DeliveryReport`."""
+        """The same as in `DeliveryReport`."""
         return super().passed and not self.far and not self.failed
 
 
@@ -305,10 +305,10 @@ class _ReadData(ReportData):
 
 
 def from_json(text: str) -> ReportData:
-    """The content that `to_json` wrote, of this release or an earlier one.
+    """The content that `to_json` of this or an earlier release wrote.
 
     Raises:
-        ValueError, RecursionError: a text that `to_json` did not write.
+        ValueError, RecursionError: `to_json` did not write the text.
     """
     values = mapping_of(json.loads(text), "the file", lambda item, place: item)
     form = values.pop("fakequant_report", None)
@@ -367,7 +367,7 @@ def read_results(path: Path) -> ReportData:
     """Read the content of a report from its JSON file, from a page beside such a file, or from the folder of a job.
 
     Raises:
-        OutputError: there is no such file, or it is damaged; says what to do.
+        OutputError: there is no such file, or it is damaged.
     """
     file = path / RESULTS if path.is_dir() else path.with_suffix(".json")
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""Measure the layers of a calibrated model for a report, in one pass over the batches and one of the first batch."""
+"""Measure the layers of a calibrated model for a report: in a pass over all batches, and alone on the first batch."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from fakequant.report.data import Channels, Clip, Distribution, Layer
 from fakequant.restore import restore_after, state_of
 
 VALUES = 65_536
-"""How many values of the model's output a ratio in dB is measured on; fewer would make the ratio uncertain."""
+"""The number of values of the model's output for a ratio in dB; with fewer values the ratio would be uncertain."""
 _FEWEST = 2
 
 
 def first_examples(model: nn.Module, batch: Any, output: Any, run: Forward) -> tuple[Any, str]:
     """The first examples of a batch that give enough values of the output, and a sentence that says how many.
 
-    A batch is cut only where the first dimension of all its tensors and of all outputs is the same, and where the model
-    takes the smaller one and gives that many rows; else it is left whole.
+    A batch is cut only if all its tensors and all outputs have the same first dimension, and if the model accepts the
+    smaller batch and returns as many rows; else it stays whole.
     """
     whole = "Each layer is measured alone on the whole first batch."
     rows, found = _rows(tree_leaves(batch)), float_tensors(output)
@@ -62,7 +62,7 @@ def first_examples(model: nn.Module, batch: Any, output: Any, run: Forward) -> t
 
 
 def _rows(leaves: list[Any]) -> int | None:
-    """The length that all tensors have in common; None where they differ, or where something is no tensor."""
+    """The length of the first axis that all tensors share; None if lengths differ, or if something is no tensor."""
     if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
         return None
     lengths = {len(leaf) for leaf in leaves}
@@ -71,11 +71,11 @@ def _rows(leaves: list[Any]) -> int | None:
 
 BINS = 64
 CHOSEN = "chosen"
-"""The name of the range that the model has."""
+"""The name of the model's range among the ranges of calibrators."""
 
 
 def readable(quantizer: str) -> str:
-    """The layer and the operand of a quantizer, without the names of attributes.
+    """The layer and the tensor of a quantizer, without the names of attributes.
 
     >>> readable("blocks.0._input_quantizer"), readable("_weight_quantizer")
     ('blocks.0, input', '(model), weight')
@@ -93,7 +93,7 @@ def distribution_of(
     params: QParams | None = None,
     bins: int = BINS,
 ) -> Distribution | None:
-    """The picture of a histogram, with the ranges and what each of them costs; None if all values are equal.
+    """The picture of a histogram, with the ranges and the cost of each; None if all values are equal.
 
     The range by `params`, the parameters of the model, is shown as "chosen".
     """
@@ -128,7 +128,7 @@ def distribution_of(
 
 
 def _clip(values: Tensor, counts: Tensor, params: QParams, spec: QuantSpec, ends: tuple[float, float]) -> Clip:
-    """The cost of a range, by the centres of a histogram's bins."""
+    """The cost of a range, computed from the centres of a histogram's bins."""
     approximate = library.fake_quantize(values.float(), params, spec).double()
     noise = ((approximate - values).square() * counts).sum().item()
     signal = (values.square() * counts).sum().item()
@@ -170,7 +170,7 @@ def distributions(calibrators: Mapping[str, Mapping[str, Calibrator]], *, bins: 
 
 
 _POINTS = 48
-"""Points of a picture of the channels of a weight."""
+"""The number of points in a picture of a weight's channels."""
 
 
 @dataclass
@@ -181,13 +181,13 @@ class Measured:
     distributions: list[Distribution] = field(default_factory=list)
     channels: list[Channels] = field(default_factory=list)
     alone_on: str = ""
-    """The examples on which the layers were measured alone, as a sentence; "" where they were not."""
+    """A sentence that names the examples on which the layers were measured alone; "" if they were not measured."""
     batches: KeptBatches = field(default_factory=lambda: KeptBatches(Batches([], "report"), {}))
-    """The first batches, to try changes on."""
+    """The first batches, on which changes are tried."""
 
     @property
     def worst(self) -> list[str]:
-        """The paths of the layers, the one with the lowest `Layer.worst` first."""
+        """The paths of the layers, ordered by `Layer.worst`, the lowest first."""
         return [layer.name for layer in sorted(self.layers, key=lambda layer: layer.worst)]
 
 
@@ -223,8 +223,8 @@ def measure(
 ) -> Measured:
     """Measure every quantizer on all batches, and every layer alone on examples of the first batch.
 
-    A layer alone takes about half a run of the model. So only as many examples of the first batch are taken as give
-    65,536 values of the output, if the batch can be cut; `alone_on` says how many.
+    To measure a layer alone takes about half a run of the model. So only as many examples of the first batch are used
+    as give 65,536 values of the output, if the batch can be cut; `alone_on` names the number.
 
     Args:
         model: a calibrated model.

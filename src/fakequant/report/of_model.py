@@ -1,4 +1,4 @@
-"""The report of a model in one call, with the next step, which was tried, and its code to paste."""
+"""The report of a model in one call, with the next step, which was tried, and the code for it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def environment() -> dict[str, str]:
 
 
 def comparison_of(comparison: Comparison | str | os.PathLike[str]) -> Comparison:
-    """The Comparison itself, or that of a file that `fakequant.compare` wrote.
+    """A Comparison: the argument, or the content of a file that `fakequant.compare` wrote.
 
     Raises:
         ConfigError: the file cannot be read or holds no rows.
@@ -140,30 +140,30 @@ def report(  # noqa: PLR0913  all but the first four by name
     """Measure a model and write its report as one HTML file, and the figures as JSON beside it.
 
     Each layer is also measured alone, which takes about half a run of the model for each layer: on as many examples of
-    the first batch as give 65,536 values of the output, if the batch can be cut. The page says how many. All figures
-    are those of the arithmetic of an engine where `set_execution` has set it.
+    the first batch as give 65,536 values of the output, if the batch can be cut. The page names the number. If
+    `set_execution` has set an engine, all figures are computed with the engine's arithmetic.
 
-    The page advises a change that was tried: made by every second of the first eight batches, and judged by the error
+    The page advises a change that was tried: made with every second of the first eight batches, and judged by the error
     of the output on the other batches; a single batch makes and judges. A change that lowers the error must do so with
     the two parts exchanged, too. It is compared with the model calibrated by its method on the same batches. The page
-    shows it, with the figures before and after, only where it helps; see `ptq/next_step.py`. Where little is lost,
-    trials take a run or two of these batches, else about two dozen; and, where ranges and presets do not halve the
-    error, once or twice the time of `improve(..., "fast")`.
+    shows the change, with the figures before and after, only if it helps; see `ptq/next_step.py`. If little is lost,
+    the trials take a run or two of these batches, else about two dozen. If ranges and presets do not halve the error,
+    the trials also take once or twice the time of `improve(..., "fast")`.
 
     Args:
         model: a calibrated model.
         batches, inputs, forward, progress: as for `calibrate`; the batches are passed over once.
         path: the HTML file; the figures get the same name with the ending .json. Folders above it are made.
         metric: called as metric(model), larger is better; measured in float and quantized.
-        results: what `verify_onnx` and `fakequant.ptq.improve` returned for this model, to show it too.
-        comparison: what `compare` returned, or the path of the rows that it wrote, for a curve over bits per weight.
+        results: results of `verify_onnx` and `fakequant.ptq.improve` for this model, which the page then shows, too.
+        comparison: the result of `compare`, or the path of its rows, for a curve over bits per weight.
         advise: whether to try changes of the model, which is restored afterwards.
 
     Returns:
         The path of the page.
 
     Raises:
-        ConfigError: the model has no quantizers, or there is no batch; or the file of a comparison holds no rows.
+        ConfigError: the model has no quantizers; there is no batch; or the file of a comparison holds no rows.
         CalibrationError: an input is not calibrated, or the model failed on a batch.
         OutputError: the file cannot be written; raised before the work.
 
@@ -223,7 +223,7 @@ def report_pair(first: str | os.PathLike[str], second: str | os.PathLike[str], p
         path: the HTML file.
 
     Raises:
-        OutputError: one of them cannot be read, or the page cannot be written.
+        OutputError: a page or folder cannot be read, or the page cannot be written.
     """
     target = writable_file(path)
     return write_page(target, render_pair(read_results(Path(first)), read_results(Path(second))))
@@ -242,10 +242,10 @@ def advised(
     """The report of a model with the next step, which is tried on the model first; see `ptq/next_step.py`.
 
     Args:
-        model: calibrated; it is restored afterwards.
+        model: a calibrated model; it is restored afterwards.
         data: the report so far.
-        measured: the measurements of its layers.
-        metric: of the last row of `data.accuracy`, called as metric(model).
+        measured: the measurements of the model's layers.
+        metric: the metric of the last row of `data.accuracy`, called as metric(model).
         inputs, forward: as for `calibrate`.
         known: the command and the target, for a page that a command writes.
     """
@@ -269,7 +269,7 @@ def advised(
 
 
 def with_advice(data: ReportData) -> ReportData:
-    """The report with the next step that follows from its `advice`; unchanged if it has a next step."""
+    """The report with the next step that follows from its `advice`; a report with a next step is not changed."""
     if data.next:
         return data
     text, code = _next(data)
@@ -277,7 +277,7 @@ def with_advice(data: ReportData) -> ReportData:
 
 
 def _wrong(check: VerifyReport) -> str:
-    """A sentence on the fault of a file, or of the program that runs it, and what to do; "" if it passed."""
+    """A sentence on the fault of a file, or of the program that runs it, with the cure; "" if the file passed."""
     title = Path(check.path).name
     if not check.exact:
         names = [row.name or "its root" for row in checked_in(check) if row.differing or row.fault]

@@ -148,7 +148,7 @@ SCRIPT = """
 
 
 def verdict(data: ReportData) -> str:
-    """The tiles of metric, size, exactness and worst layer, and the next step with what was tried."""
+    """The tiles of metric, size, exactness and worst layer, and the next step with the changes that were tried."""
     following = ""
     if data.next:
         code = f"<pre><code>{escape(data.code)}</code></pre>" if data.code else ""
@@ -234,7 +234,7 @@ def write_report(path: str | os.PathLike[str], data: ReportData) -> Path:
     """Write a report as one HTML file; an existing file is replaced in one step.
 
     Args:
-        path: the file; folders above it are made where they do not exist.
+        path: the file; its folder is made if it does not exist.
         data: the content; parts may be missing.
 
     Returns:
@@ -323,7 +323,7 @@ def render_pair(first: ReportData, second: ReportData) -> str:
 
 
 def _layers(first: Sequence[Layer], second: Sequence[Layer]) -> str:
-    """A table of all layers in both runs, each by the same ratio: of the layer alone only if both runs measured it."""
+    """A table of all layers in both runs; a row has the ratios of the layer alone only if both runs measured them."""
     if not first and not second:
         return ""
     own, other = ({layer.name: layer for layer in layers} for layers in (first, second))

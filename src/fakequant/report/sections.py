@@ -31,22 +31,22 @@ _DASHES = ("", "6 3", "2 2", "8 2 2 2", "1 3", "4 1")
 _WIDTH, _HEIGHT = 300, 70
 WORST = 10
 BAD, FAIR = 20.0, 30.0
-"""Below these ratios in dB the noise is a tenth, or a thirtieth, of the signal's size; the colours change there."""
+"""The ratios in dB at which the colour changes: the noise is a tenth, and a thirtieth, of the signal's size."""
 FAIR_LOSS, BAD_LOSS = 0.01, 0.05
-"""Shares of the float model's metric: up to the first a loss is small, above the second it is large."""
+"""Shares of the float model's metric: a loss up to the first is small, a loss above the second is large."""
 _LONGEST = 60.0
 _HEADER = ("layer", "type", "input; weight", "alone, dB", "input, dB", "weight, dB", "bits", "share")
 _WORTH = 1.0
-"""Decibels by which the whole range must be better than the chosen range before the page says so."""
+"""The page says that the whole range is better than the chosen range if it is better by so many decibels."""
 
 
 _Show = Callable[[ReportData], str]
 SECTIONS = dict[Section | str, tuple[_Show, bool]]()
-"""By heading, in order: the function that shows a section, and whether a page leaves it out if it is empty."""
+"""By heading, in order, the function that shows a section, and whether a page leaves an empty section out."""
 
 
 def section(heading: Section | str, *, optional: bool = False) -> Callable[[_Show], _Show]:
-    """Add the decorated function to the sections of a page, after those that are defined before it."""
+    """Add the decorated function to the sections of a page, in the order of the definitions."""
 
     def add(show: _Show) -> _Show:
         SECTIONS[heading] = show, optional
@@ -56,7 +56,7 @@ def section(heading: Section | str, *, optional: bool = False) -> Callable[[_Sho
 
 
 def histogram(shown: Distribution) -> str:
-    """Bars of the logarithms of counts, with the ends of the ranges; the scale is text below."""
+    """The picture of a histogram: bars of the logarithms of counts, the ends of the ranges, and the scale below."""
     lowest, highest = shown.edges[0], shown.edges[-1]
     tallest = math.log1p(max(shown.counts, default=0)) or 1.0
     heights = [round(_HEIGHT * (1 - math.log1p(count) / tallest)) for count in shown.counts]
@@ -77,7 +77,7 @@ def curve(points: Sequence[tuple[str, float, float]], best: Sequence[str], metri
     """A plot of the metric over bits per weight; a line joins the Pareto-optimal forms.
 
     Args:
-        points: name, bits and metric of each form.
+        points: the name, bits and metric of each quantized form of the model.
         best: the names of the best forms, by bits.
         sign: -1 if figures of the metric are shown negated, else 1.
     """
@@ -314,7 +314,7 @@ def _improvement(data: ReportData) -> str:
 
 @section(Section.CURVE, optional=True)
 def _curve(data: ReportData) -> str:
-    """A plot and a table of a comparison over bits: the metric, or, if a row lacks it, the output's error in dB."""
+    """A plot and a table of the metric over bits; if a row lacks the metric, of the output's error in dB."""
     if data.curve is None:
         return ""
     succeeded = [row for row in data.curve.rows if not row.failed]
@@ -419,5 +419,5 @@ def paragraphs(sentences: Iterable[str], kind: str = "") -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
-    """A table that scrolls in itself where the page is narrow."""
+    """A table that can be scrolled if the page is narrow."""
     return f'<div class="wide">{html_table(header, rows, numbers=numbers)}</div>'

@@ -28,7 +28,7 @@ from fakequant.text import listed
 from fakequant.version import __version__
 
 BlockFunction = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
-"""A function of a block's number and the arguments of a call; returns the block's output."""
+"""A function that computes the output of a block from its number and the arguments of a call."""
 
 
 Place = int | str
@@ -36,7 +36,7 @@ Place = int | str
 
 
 class BlockCall:
-    """The arguments of a call of a block: the hidden states, and the others.
+    """The arguments of a call of a block: the hidden states, and all other arguments.
 
     Args:
         mask: the unmasked tokens, bool [batch, tokens]; None if all count.
@@ -91,7 +91,7 @@ def blocks_of(model: nn.Module, name: str | None) -> dict[str, nn.Module]:
 
 
 class _Substitute(nn.Module):
-    """Replaces a block: a call runs a function, and other attributes are those of the block."""
+    """Replaces a block: a call runs a function, and attributes are read from the block."""
 
     def __init__(self, number: int, block: nn.Module, see: BlockFunction) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Substitute(nn.Module):
 
 @contextmanager
 def in_place_of(model: nn.Module, blocks: Iterable[str], see: BlockFunction) -> Iterator[None]:
-    """A context in which a function is called in the place of each block."""
+    """A context in which a function is called instead of each block."""
     places = [(model.get_submodule(path.rpartition(".")[0])._modules, path.rpartition(".")[2]) for path in blocks]
     own = [modules[key] for modules, key in places]
     try:
@@ -123,10 +123,10 @@ class Calls(NamedTuple):
     """How a model calls its blocks.
 
     Attributes:
-        of_blocks: for each block its calls by the number of the batch, all with the hidden states of the first block.
+        of_blocks: for each block its calls by the number of the batch, with the hidden states before the first block.
         before: the modules that run before the first block, by path.
         as_tuple: whether the model takes the output of a block as the first item of a tuple.
-        place: of the hidden states among the arguments of a block.
+        place: the place of the hidden states among the arguments of a block.
     """
 
     of_blocks: list[dict[int, BlockCall]]
@@ -135,7 +135,7 @@ class Calls(NamedTuple):
     place: Place
 
     def substitute(self, hidden: Callable[[], Tensor]) -> BlockFunction:
-        """The function that replaces each block; in place of the last block it returns `hidden()`."""
+        """The function that replaces blocks: it returns the hidden states it gets, for the last block `hidden()`."""
 
         def see(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             last = number == len(self.of_blocks) - 1
@@ -146,20 +146,20 @@ class Calls(NamedTuple):
 
 
 _CHANGED = (
-    "{1} does not get what {0} gives: the model changes the hidden states between its blocks; improve it in memory, or "
-    "name other blocks="
+    "{1} does not get the output of {0}: the model changes the hidden states between its blocks; improve the model in "
+    "memory, or name other blocks="
 )
 
 
 def calls_of(model: nn.Module, blocks: Sequence[str], batches: KeptBatches, *, to_the_end: bool = True) -> Calls:
-    """The calls of each block for all batches; no block runs: new hidden states stand for its output.
+    """The calls of each block for all batches; blocks do not run: new hidden states stand for their outputs.
 
     Args:
         to_the_end: whether the first batch runs the modules after the blocks, too, which may call blocks again.
 
     Raises:
-        ConfigError: a model that calls its blocks in another order or several times, changes the hidden states between
-            two blocks, or gives a block something else that depends on an earlier one.
+        ConfigError: the model calls its blocks in another order or several times, changes the hidden states between two
+            blocks, or gives a block something besides the hidden states that depends on an earlier block.
     """
     first, recorder = next(iter(batches.numbered)), _Recorder(model, blocks, batches)
     for recorder.as_tuple in (False, True):
@@ -302,11 +302,11 @@ _OWN = re.compile(r"run-\d+\.json|block-\d{5}|hidden-\d{5}-\d+\.safetensors|copi
 
 
 class Work:
-    """A folder with the finished blocks of a run, and with the hidden states before the next one.
+    """A folder with the finished blocks of a run, and with the hidden states before the next block.
 
     Args:
         folder: a new or empty folder, which is made, or the folder of an earlier call.
-        rank: of this process; each process stores its hidden states, and the first one stores the blocks.
+        rank: the rank of this process; each process stores its hidden states, and the first stores the blocks.
 
     Raises:
         CheckpointError: the folder holds files that are not of this class.
@@ -321,7 +321,7 @@ class Work:
                 f"{self.folder} holds other files, {listed(others)}; remove them, or give another folder"
             )
         self.state = lru_cache(maxsize=1)(self._state)
-        """The state of a finished block by its number; use it before you ask for another one."""
+        """The state of a finished block by its number; the state of another block replaces it."""
 
     @staticmethod
     def is_begun(folder: Path) -> bool:
@@ -344,7 +344,7 @@ class Work:
         if self.finished and (other := [what for what in run if held.get(what) != run[what]]):
             raise CheckpointError(
                 f"{self.folder} holds {self.finished} blocks of a call with other {listed(other)}; call with the same "
-                "arguments, remove the folder, or give another one"
+                "arguments, remove the folder, or give another folder"
             )
         if held != run:
             for path in self._hidden_files():
@@ -360,7 +360,7 @@ class Work:
         return next((number for number in range(count, 0, -1) if self._hidden(number).is_file()), 0)
 
     def hidden(self, number: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """By number of a batch, the hidden states before a block: of the float model, and of the quantized model."""
+        """The hidden states before a block by the number of the batch, of the float and of the quantized model."""
         from safetensors.torch import load_file
 
         path, found = self._hidden(number), ({}, {})
@@ -380,7 +380,7 @@ class Work:
             write_in_order({self._hidden(number): ready})
 
     def put_block(self, number: int, block: nn.Module | None, layers: Sequence[LayerResult], weights: str) -> None:
-        """Store a finished block, None for one without quantizers, its results, and a digest of its float weights."""
+        """Store a finished block (None if it has no quantizers), its results, and a digest of its float weights."""
         if self._rank == 0:
             if block is not None:
                 save(block, self._block(number), packed=True)
@@ -393,7 +393,7 @@ class Work:
         if self._results(number).weights != weights:
             raise CheckpointError(
                 f"{self.folder} holds {self.finished} blocks of a call with other weights in {path}; call with the "
-                "same weights, remove the folder, or give another one"
+                "same weights, remove the folder, or give another folder"
             )
 
     def forget_hidden(self, number: int) -> None:
@@ -403,7 +403,7 @@ class Work:
 
     def _state(self, number: int) -> QuantizedState:
         if self._manifest(number) != self._results(number).manifest:
-            raise CheckpointError(f"{self._block(number)} is damaged: {MANIFEST} is another; remove {self.folder}")
+            raise CheckpointError(f"{self._block(number)} is damaged: {MANIFEST} was changed; remove {self.folder}")
         return read(self._block(number))[0]
 
     def _manifest(self, number: int) -> str:
@@ -421,7 +421,7 @@ class Work:
         return _read(self._block(number) / _RESULTS, _Results)
 
     def remove(self) -> None:
-        """Remove the files that this class wrote, the mark of the run last, and the folder if it is empty then."""
+        """Remove the files that this class wrote, the mark of the run last, and then the folder if it is empty."""
         with suppress(OSError):
             remove_abandoned(self.folder)
             for path in self._hidden_files():
@@ -436,7 +436,7 @@ class Work:
             self.folder.rmdir()
 
     def _hidden_files(self) -> list[Path]:
-        """The files of hidden states of this process; for the first one, which removes the folder, of all processes."""
+        """The files of this process with hidden states; for the first process, which removes the folder, all files."""
         of = r"\d+" if self._rank == 0 else str(self._rank)
         return [
             one for one in self.folder.glob("hidden-*") if re.fullmatch(rf"hidden-\d{{5}}-{of}\.safetensors", one.name)
@@ -455,7 +455,7 @@ class Work:
 
 @dataclass
 class _Results:
-    """The stored results of a finished block: digests of its float weights and its manifest, and its layers' errors."""
+    """The stored results of a finished block: digests of the float weights and the manifest, and the layers' errors."""
 
     weights: str
     layers: list[LayerResult]

@@ -1,4 +1,4 @@
-"""Choose the weights of a model block after block, and then those of the modules after the blocks."""
+"""Choose the weights of a model block after block, and then the weights of the modules after the blocks."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from fakequant.text import listed, module_name
 
 _CURE = "give a model on the meta device with load="
 Load = Callable[[str], Mapping[str, Tensor]]
-"""A function of a module's path that returns its tensors by name; for "", those outside of the blocks are enough."""
+"""Returns the tensors of the module at a path by name; for "", the tensors outside of the blocks are enough."""
 
 
 class ModelSource:
     """A float model on the meta device, and where its weights come from.
 
     Args:
-        device: where weights are put; None: they stay where `load` has them.
-        files: by name, the size and the time of change of each file of weights.
+        device: the device for the weights; None: they stay where `load` has them.
+        files: the size and the time of change of each file of weights, by the file's name.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ModelSource:
 
 @contextmanager
 def _named_errors(path: str) -> Iterator[None]:
-    """A context in which errors of what loads a module, such as those of a missing shard, name the module."""
+    """A context in which errors while a module is loaded, such as a missing shard, name the module."""
     try:
         yield
     except Exception as error:  # of the user's function, or of files: any
@@ -156,7 +156,7 @@ def _named_errors(path: str) -> Iterator[None]:
 
 
 _Places = list[tuple[str, dict[str, Any], str]]
-"""The places of a tensor in a module, several where it is tied: its name, the dict that holds it, and its key there."""
+"""The places of a tensor in a module, several if it is tied: its name, the dict that holds it, its key in the dict."""
 
 
 def _filled(
@@ -173,14 +173,14 @@ def _filled(
         values = given[name].detach()
     if values.shape != tensor.shape:
         raise CheckpointError(
-            f"{join(path, name)} has the shape {[*values.shape]}, and the model expects {[*tensor.shape]}"
+            f"{join(path, name)} has the shape {[*values.shape]}, but the model expects {[*tensor.shape]}"
         )
     values = values.to(device, tensor.dtype, copy=True)  # choosing writes into it
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
 def _opened(path: Path, copies: Path) -> tuple[nn.Module, Load, dict[str, tuple[int, int]]]:
-    """The model of a folder without its weights, a function that loads them, and the size and time of their files."""
+    """The model of a folder without weights, a function that loads the weights, and the sizes and times of files."""
     cls = class_of(path, _CURE)
     try:
         from accelerate.hooks import remove_hook_from_module
@@ -362,7 +362,7 @@ class Blocks:
         self._layers = [layer for number in range(self._last + 1) for layer in work.layers(number)]
 
     def improve_rest(self, steps: tuple[str, ...]) -> list[LayerResult]:
-        """Choose the weights of the modules after the blocks, which must be loaded; returns all layers' results."""
+        """Choose the weights of the modules after the blocks, which must be loaded; returns results of all layers."""
         model, masks = self._source.model, self._batches.masks
         if not self._outside:
             return self._layers
@@ -393,7 +393,7 @@ class Blocks:
         return [*self._layers, *others, *(LayerResult(name, note=note) for name, note in rows.items())]
 
     def begin(self) -> str:
-        """Find the calls of all blocks, and the hidden states before the first one.
+        """Find the calls of all blocks, and the hidden states before the first block.
 
         Returns a digest of the weights outside of the blocks, the arguments of blocks, and masks.
         """
@@ -419,7 +419,7 @@ class Blocks:
 
 
 _PRESENT: ContextVar[Any] = ContextVar("present")
-"""The call, in this thread, in which the modules after the blocks run now."""
+"""The call of the modules after the blocks that runs in this thread."""
 
 
 @dataclass(eq=False)
@@ -457,14 +457,14 @@ def _mask_of(calls: Mapping[int, Any]) -> Callable[[Any], Tensor] | None:
 
 
 def _outputs(path: str, block: nn.Module, batches: KeptBatches) -> dict[int, Tensor]:
-    """By number of a batch, the hidden states that a block returns for its calls."""
+    """The hidden states that a block returns for its calls, by the number of the batch."""
     for call in batches.numbered.values():
         batches.run(block, call)
     return _given(path, batches)
 
 
 def _given(path: str, batches: KeptBatches) -> dict[int, Tensor]:
-    """By number of a batch, the hidden states that the last run of each call returned."""
+    """The hidden states that the last run of each call returned, by the number of the batch."""
     found: dict[int, Tensor] = {}
     for number, call in batches.numbered.items():
         tensors = float_tensors(call.output)
@@ -512,43 +512,43 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
 ) -> Improvement:
     """Quantize a model larger than memory by `improve`, a block at a time, and deliver it.
 
-    The choices are those of `prepare`, `calibrate` and `improve(..., judge=[])` on the whole model in memory, to the
-    bit. Layers that run before the blocks get the nearest codes. One block is in memory at a time, with the weights
-    outside of the blocks, and the hidden states before it. The same call after a kill, with a model built anew, goes on
-    with the first block that is not finished; it ends with the same files.
+    The weights are, to the bit, those of `prepare`, `calibrate` and `improve(..., judge=[])` on the whole model in
+    memory. Layers that run before the blocks get the nearest codes. One block is in memory at a time, with the weights
+    outside of the blocks, and the hidden states before it. After a kill, the same call with a model built anew goes on
+    with the first block that is not finished, and ends with the same files.
 
-    A block may take from earlier blocks only the output of the block before it, unchanged; the model calls each block
-    once, in the order of the list. Other models are refused.
+    The model must call each block once, in the order of the list. Of earlier blocks' results, a block may get only the
+    output of the block before it, unchanged. Other models are refused.
 
-    The steps "smooth" and "rotate" are left out of "fast" and "best", because files of other programs have no place for
-    the transforms that they put before inputs.
+    "fast" and "best" do not include the steps "smooth" and "rotate", because files of other programs have no place for
+    the transforms that these steps put before inputs.
 
     Args:
         source: a folder that transformers loads, or a model on the meta device.
-        target: the folder, or the file, that is written.
+        target: the path of the folder, or of the single file, to write.
         config: a configuration, or the name of a preset.
-        batches: what a data loader gives; they are kept as a list.
+        batches: the batches of a data loader; all are stored in a list.
         steps: as for `improve`.
         format: as for `deliver`.
-        load: for a model on the meta device: gives the tensors of the module at a path by their names in it, also
-            buffers that `state_dict` leaves out; for "" those outside of the blocks.
-        device: where blocks, batches and hidden states are while a block is chosen, such as "cuda"; by default they
+        load: for a model on the meta device, a function that returns the tensors of the module at a path, by their
+            names in the module, with buffers that `state_dict` omits; for "" the tensors outside of the blocks.
+        device: the device of blocks, batches and hidden states while a block is chosen, such as "cuda"; by default they
             stay where the folder, `load` and the batches have them: on the CPU. With a device, a thread reads the next
             block meanwhile.
-        blocks: the path of the list of modules whose items are the blocks; by default the largest one.
+        blocks: the path of the list of modules whose items are the blocks; by default the list with most parameters.
         work: a new or empty folder for finished blocks, or the folder of an earlier call; by default a folder in the
-            target. The files of this function in it are removed at the end.
+            target. At the end this function removes its files from the folder.
         inputs, forward, mask: as for `calibrate`.
-        group: the processes of torch.distributed that choose together, as for `improve`; the first one writes.
+        group: the processes of torch.distributed that choose together, as for `improve`; the first process writes.
         max_shard_size: as for `deliver`.
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
-        The errors of all layers, and the path of what was written.
+        The errors of all layers, and the path of the folder or file that was written.
 
     Raises:
-        ConfigError: a model whose blocks get more of each other than hidden states, or the errors of `improve`.
-        ExportError: what the format cannot hold; it is refused before the work.
+        ConfigError: a block gets more from another block than hidden states; or for the reasons of `improve`.
+        ExportError: the format cannot hold some layers; raised before the work.
         CheckpointError: the folder cannot be read, or the folder `work` holds another run or other files.
         OutputError: the target holds weights already, or cannot be written.
 
@@ -572,7 +572,7 @@ def improve_folder(  # noqa: PLR0913  all but the first five by name
         if not isinstance(steps, str) and (transforms := [step for step in checked if step in TRANSFORMS]):
             raise ConfigError(
                 f"the step {transforms[0]!r} puts a transform before inputs, for which files of other programs have no "
-                "place; leave it out"
+                "place; leave the step out"
             )
         chosen_steps = tuple(step for step in checked if step not in TRANSFORMS)
         place = None if device is None else _device(device)
@@ -639,7 +639,7 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _check_places(source: Any, out: Path, target: Path, work: Path, chosen: DeliveryFormat) -> None:
-    """Raise if the written files would replace the source, or lie beside weights of another model."""
+    """Raise an error if the written files would replace the source, or lie beside weights of another model."""
     if not isinstance(source, nn.Module) and Path(source).resolve() == target.resolve():
         raise ConfigError(f"{target} is the source, too; give another target")
     if work.resolve() == target.resolve():

@@ -158,7 +158,7 @@ def borders(rank: int, folder: Path) -> None:
     for spec in ("int8 stochastic", "nf4 per_block(-1:16)"):
         with pytest.raises(ConfigError, match=r"_weight_quantizer: .* does not support tensors that are sharded"):
             shared_out(Net(), fq.Config("one", (fq.Rule(layers=("Linear",), weight=spec),)), x, mesh)
-    with pytest.raises(ConfigError, match=r"parallelize_module shared the layers out, .*group=False would give"):
+    with pytest.raises(ConfigError, match=r"parallelize_module split layers over processes, .*group=False would give"):
         shared_out(Net(), "int8", x, mesh, group=False)
 
 

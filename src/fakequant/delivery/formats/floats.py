@@ -106,7 +106,7 @@ class Mxfp4(LayeredFormat):
 _STATE = "weight.quant_state.bitsandbytes__"
 _NF4 = QuantSpec("nf4")
 _STORAGES = (torch.uint8, *FLOATS)
-"""Dtypes of the tensors that hold the bytes of codes: floats are among them, since FSDP shards floats alone."""
+"""The dtypes of tensors that hold the bytes of codes. Floats are among them, because FSDP shards only floats."""
 _LARGEST = 1 << 16
 """The most bytes of the JSON text of a `QuantState`."""
 

@@ -1,6 +1,6 @@
 """GGUF: one file for llama.cpp and the programs that are built on it; transformers reads it, too.
 
-Codes are written as they are, in blocks that hold their scales: `delivery/gguf/blocks.py` has the types.
+Codes are written unchanged, in blocks that hold their scales: `delivery/gguf/blocks.py` has the types.
 """
 
 from __future__ import annotations

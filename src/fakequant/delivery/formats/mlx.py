@@ -39,7 +39,7 @@ _FLOATS = {
     "mxfp8": QuantSpec.parse("float8_e4m3fn per_block(-1:32) scale=float8_e8m0fnu:floor"),
     "nvfp4": QuantSpec.parse("float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn"),
 }
-"""By the name of a mode, its only specification; mlx-lm 0.32 reads NVFP4's second-level scale for experts alone."""
+"""By the name of a mode, its only specification; mlx-lm 0.32 reads NVFP4's second-level scale only for experts."""
 _GROUPS, _BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 _HOLDS = (
     f"files have integers of {', '.join(map(str, _BITS))} bits in groups of {', '.join(map(str, _GROUPS))} inputs, and "
@@ -320,7 +320,7 @@ def _unpacked(stored: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def _said(values: Any) -> _Layout | str:
-    """The layout in a configuration, or a text that says what is wrong with the configuration."""
+    """The layout in a configuration, or a text with the fault of the configuration."""
     if not isinstance(values, dict):
         return f"quantization is {values!r:.40}, and not a layout"
     mode = values.get("mode", "affine")

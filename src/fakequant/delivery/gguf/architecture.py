@@ -41,7 +41,7 @@ from fakequant.restore import restore_after, restore_on_error, structure_of
 from fakequant.text import listed
 
 _TABLE = "fakequant.integrations.gguf_tokenizer"
-"""The module that registers the architectures, and alone names models."""
+"""The module that registers the architectures; no other module names models."""
 
 MADE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors of a file that a model does not have: they are computed from the configuration of the model."""
@@ -56,7 +56,8 @@ class Architecture:
             configuration that counts the heads. In the file, the rows of a head's two halves alternate.
         norms_from_one: whether norms multiply by 1 + weight; the file then holds 1 + weight.
         activation: the function that llama.cpp computes between the matrices.
-        pattern: one layer in so many attends to all tokens, the others to a window; 1 if each attends to all.
+        pattern: the number of layers of which one attends to all tokens, and the others to a window; 1 if all attend to
+            all tokens.
         extra: more tensors by name, made from the configuration.
         rotaries: types of rotary positions that llama.cpp's graph computes; () for learned positions and centred norms,
             whose sizes `describe` adds.
@@ -102,7 +103,7 @@ def architecture_of(model: Any) -> Architecture:
         )
     architecture = _known[model_type]
     if reason := _refused(architecture, config) or architecture.refuse(config):
-        raise CheckpointError(f"llama.cpp would not compute this model as it is: {reason}")
+        raise CheckpointError(f"llama.cpp would compute something else than this model: {reason}")
     return architecture
 
 
@@ -423,7 +424,7 @@ def llama_cpp_inputs(model: Model) -> Model:
 
     The model then computes as llama.cpp does from a GGUF file, when you measure or train it. Results agree up to the
     order of sums, except with Q4_1 and Q5_1: with these types llama.cpp also rounds the sum of every block of inputs,
-    which `verify_delivery` alone computes. The presets `GGUF_Q8_0_A8` to `GGUF_MXFP4_A8` do the same from the start.
+    which only `verify_delivery` computes. The presets `GGUF_Q8_0_A8` to `GGUF_MXFP4_A8` do the same from the start.
 
     Raises:
         ExportError: no type of GGUF holds some weight, which is named with the reason; the model is then unchanged.
@@ -513,7 +514,7 @@ def _is_float32(x: Any) -> bool:
 
 
 REST = "fakequant.rest."
-"""The prefix of the metadata key of a rounding error: that of adding 1 to a tensor, as the file stores it."""
+"""The prefix of a metadata key: it holds the rounding error of a tensor that the file stores with 1 added."""
 
 
 class NamedTensors:

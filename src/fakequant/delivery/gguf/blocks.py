@@ -186,7 +186,7 @@ class BlockLayout:
 
     Attributes:
         integers: a block's integers by name: "codes"; "scales" and "minima" of its sub-blocks; "exponent" of MXFP4.
-        fields: the fields in the order of their bytes; those of `Halfs` have the names "d" and "m".
+        fields: the fields in the order of their bytes; each `Halfs` has the name "d" or "m".
     """
 
     integers: Mapping[str, Integers]

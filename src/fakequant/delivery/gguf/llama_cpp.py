@@ -1,8 +1,8 @@
 """llama.cpp through the bindings of llama-cpp-python, and the logits that it computes from a file.
 
-The bindings are the installed package llama_cpp, or those of a source distribution of llama-cpp-python, whose folder
-the environment variable LLAMA_CPP_BINDINGS names. They load the shared libraries that came with them, or those in the
-folder LLAMA_CPP_LIB_PATH.
+The bindings are the installed package llama_cpp, or a source distribution of llama-cpp-python, whose folder is in the
+environment variable LLAMA_CPP_BINDINGS. They load the shared libraries of the package, or of the folder in
+LLAMA_CPP_LIB_PATH.
 """
 
 from __future__ import annotations
