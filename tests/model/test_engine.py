@@ -220,7 +220,7 @@ def test_names_of_engines_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> Non
     fq.register_engine(replace(MINE, aliases=()))
     assert "ours" not in fq.known_engines()
     for wrong in (replace(MINE, aliases=("mlx",)), replace(MINE, name="sglang", aliases=())):
-        with pytest.raises(ConfigError, match=r"(mlx|sglang) names another engine already"):
+        with pytest.raises(ConfigError, match=r"(mlx|sglang) already names another engine"):
             fq.register_engine(wrong)
     assert "mine" in fq.known_engines()
     fq.register_engine(fq.Engine("bare", "not run"))

@@ -194,7 +194,9 @@ def test_only_the_scale_of_the_dead_channel_changes_and_export_says_so(tmp_path)
     model, x = ready("convolution", 1e-9)
     model[0].weight_quantizer.reset()
     before = copy.deepcopy(model)
-    with pytest.warns(StaleScaleWarning, match=r"the scales of 1 weights were raised, in the model, too: 0\._weight_q"):
+    with pytest.warns(
+        StaleScaleWarning, match=r"the scales of 1 weights were enlarged, in the model, too: 0\._weight_q"
+    ):
         file = fq.export_onnx(model, x, tmp_path / "model.onnx").path
     assert fq.verify_onnx(file, model).exact
     own = model[0].weight_quantizer.scale

@@ -64,7 +64,7 @@ def test_quantized_modules_in_a_list_are_said(tmp_path: Path) -> None:
     model = Held(lambda layer: [fq.prepare(nn.Sequential(layer), "INT8_WEIGHT_ONLY")])
     with pytest.warns(CoverageWarning, match=r"held.0. \(Sequential\)"):
         fq.prepare(model, "INT8_WEIGHT_ONLY")
-    with pytest.warns(CoverageWarning, match=r"prepare, save, load and state_dict leave them out"):
+    with pytest.warns(CoverageWarning, match=r"prepare, save, load and state_dict do not see them"):
         fq.save(model, tmp_path)
 
 
@@ -120,7 +120,7 @@ def test_layers_that_come_after_prepare_are_named(name: str, tmp_path: Path) -> 
     for look in looks.values():
         model = prepared()
         LATER[name](model)
-        with pytest.warns(CoverageWarning, match=rf"came after fakequant.prepare are in float: {name[0]}"):
+        with pytest.warns(CoverageWarning, match=rf"were added after fakequant.prepare are in float: {name[0]}"):
             look(model)
 
 

@@ -201,8 +201,8 @@ def test_every_function_that_relies_on_a_stale_scale_says_so_once(preset, factor
         assert len(said) == 1, name
         assert said[0].filename == __file__
         assert str(said[0].message) == (
-            "the weight of 1 layer changed by more than 10 % or in shape since the scales were set: 2. Set them anew "
-            'by fakequant.calibrate(model, pattern="*_weight_quantizer"), which needs no batches'
+            "the weight of 1 layer changed by more than 10 % or in shape since the scales were set: 2. Set the "
+            'scales anew by fakequant.calibrate(model, pattern="*_weight_quantizer"), which needs no batches'
         )
         model = calibrated(preset)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Replace weights by their quantized values, and take their quantizers away."""
+"""Store weights as codes, or replace weights by their quantized values and remove their quantizers."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _NAMED = 4
 @accepts_wrapped_model
 @torch.no_grad()
 def store_codes(model: Model, pattern: str = "*") -> Model:
-    """Keep quantized weights as packed codes and scales alone, in place, for training with frozen weights.
+    """Replace quantized weights by packed codes and scales, in place, for training with frozen weights.
 
     Calls and gradients stay the same to the bit. A layer unpacks its weight for its product, and again in the backward
-    pass, so that a model takes the memory of its codes. The weights are frozen: what writes to them is refused. Their
-    scales are fixed; weights without scales get the scales of their next call.
+    pass, so that a model takes the memory of its codes. The weights are frozen: a write to a weight is refused. Scales
+    are fixed; weights without scales get the scales of their next call.
 
     Args:
         model: a prepared model; one warning names the quantized weights that stay in float, and why.
-        pattern: of the layers' paths in the model; `*` matches any characters (fnmatch).
+        pattern: a pattern of the layers' paths in the model; `*` matches any characters (fnmatch).
 
     Raises:
-        ConfigError: the model has no quantizers, no quantized weight matches, or weights that are sharded or offloaded.
+        ConfigError: the model has no quantizers, no quantized weight matches, or weights are sharded or offloaded.
 
     >>> model = prepare(nn.Sequential(nn.Linear(64, 64)), "int4_weight_only", skip=[])
     >>> before = model(torch.ones(64))
@@ -70,7 +70,7 @@ def store_codes(model: Model, pattern: str = "*") -> Model:
 
 
 def _places(model: nn.Module, pattern: str) -> Iterator[tuple[str, list[Product]]]:
-    """The quantized parameters of layers that match, by name, each with the products that read it."""
+    """By name, the quantized parameters of layers whose path matches, each with the products that read it."""
     readers: dict[int, dict[str, Product]] = {}
     for path, product in quantized_weights(model).items():
         readers.setdefault(id(product.parameter), {})[path] = product
@@ -104,10 +104,10 @@ def _store(weights: QuantizedWeights, name: str, readers: list[Product]) -> None
 @accepts_wrapped_model
 @torch.no_grad()
 def store_floats(model: Model, pattern: str = "*") -> Model:
-    """Turn weights that `store_codes` packed back into floats with fixed codes, in place; they stay frozen.
+    """Turn weights that `store_codes` packed back into floats with fixed codes, in place; the weights stay frozen.
 
     Args:
-        model: a prepared model; weights that are in float stay as they are.
+        model: a prepared model; weights that are in float are not changed.
         pattern: as for `store_codes`.
 
     >>> model = store_codes(prepare(nn.Sequential(nn.Linear(64, 64)), "int4_weight_only", skip=[]))
@@ -137,7 +137,7 @@ def _give_floats(stored: StoredWeight, readers: list[Product]) -> None:
 
 @accepts_wrapped_model
 def bake_weights(model: Model) -> Model:
-    """Replace every quantized weight by its quantized values, in place, and take its quantizer away.
+    """Replace every quantized weight by its quantized values, in place, and remove its quantizer.
 
     The model computes the same as before, without quantizing weights again in every pass. Last bits change only in
     recurrent layers without other quantizers, which torch's own kernel computes from then on. A weight that several
@@ -146,9 +146,9 @@ def bake_weights(model: Model) -> Model:
     An interrupt is raised after the last weight.
 
     Raises:
-        ConfigError: the model has no quantizers, or a weight whose quantizer is off, that two layers share and quantize
-            in different ways (names both), that is computed from other tensors, or that is sharded over processes;
-            nothing is changed.
+        ConfigError: the model has no quantizers; or a weight has a quantizer that is off, is shared by two layers that
+            quantize it in different ways (both are named), is computed from other tensors, or is sharded over
+            processes. Nothing is changed.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
     >>> before = model(torch.ones(1, 4))
@@ -170,7 +170,7 @@ def bake_weights(model: Model) -> Model:
         if own is None or weight.tensor is not own:
             raise ConfigError(
                 f"{path}: its weight is computed (weight_norm, pruning, a parametrization) and cannot be replaced; "
-                "make it permanent first, as by prune.remove or remove_parametrizations"
+                "make the weight a parameter first, for example by prune.remove or remove_parametrizations"
             )
     by_tensor: dict[int, dict[str, Product | None]] = {id(weight.tensor): {} for weight in weights.values()}
     by_place = {(weight.owner, id(weight.tensor)): weight for weight in weights.values()}
@@ -193,8 +193,8 @@ def bake_weights(model: Model) -> Model:
                 if difference is not None:
                     pair = " and ".join(other for other in users if other in (first, name))
                     raise ConfigError(
-                        f"the layers {pair} share one weight, which {difference}, so that replacing it would "
-                        "change the others; quantize it alike, or give each its own: "
+                        f"the layers {pair} share one weight, which {difference}, so that its replacement would "
+                        "change other layers; quantize the weight alike in all, or give each layer a copy: "
                         "layer.weight = nn.Parameter(layer.weight.detach().clone())"
                     )
         warn_stale_scales(model)

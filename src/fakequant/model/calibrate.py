@@ -62,10 +62,10 @@ class CalibratorByValue(Calibrator):
         return CalibratorByValue(self.by_value, [make() for _ in self.bins])
 
     def observe(self, x: Tensor) -> None:
-        """Show x to the calibrator of the bin of this call; rows of different bins go to different calibrators."""
+        """Show x to the calibrator of the call's bin; rows of x in different bins go to different calibrators."""
         bins = self.by_value.now()
         if bins is None:
-            raise CalibrationError(f"called without {self.by_value.name}: batches go through the model as a whole")
+            raise CalibrationError(f"called without {self.by_value.name}: let batches call the whole model, not a part")
         if len(bins) == 1:
             self.bins[int(bins)].observe(x)
             return
@@ -74,7 +74,7 @@ class CalibratorByValue(Calibrator):
             self.bins[place].observe(x[(bins == place).to(x.device)])
 
     def update(self, x: Tensor) -> None:
-        """As `observe`."""
+        """The same as `observe`."""
         self.observe(x)
 
     @property
@@ -107,7 +107,7 @@ class CalibratorByValue(Calibrator):
                 own.load_state_dict(held)
 
     def ranges(self) -> list[Range]:
-        """The range of each bin; a bin that saw no value but 0 gets the range of the nearest bin, the lower of two."""
+        """The range of each bin; a bin that saw only 0 gets the range of the nearest bin, of two the lower."""
         found = [own.compute_range() if own.observed else None for own in self.bins]
         known = [place for place, own in enumerate(found) if own is not None and bool(own.amax.any())]
         known = known or [place for place, own in enumerate(found) if own is not None]
@@ -127,7 +127,7 @@ class CalibratorByValue(Calibrator):
         return Range(torch.stack([own.lo for own in found]).amin(0), torch.stack([own.hi for own in found]).amax(0))
 
     def histogram(self) -> Histogram | None:
-        """The counts of all bins together; None if the method counts nothing or does not merge."""
+        """The histogram of all bins together; None if the method counts nothing, or if its counts cannot be merged."""
         seen = [own for own in self.bins if own.observed]
         if not seen or not self.mergeable:
             return None
@@ -145,10 +145,10 @@ def chosen_values(
     boundaries: Sequence[float] | None,
     processes: Ranks,
 ) -> tuple[ByValue | None, Batches]:
-    """The `ByValue` that chooses ranges, None for a single range; and the batches, kept if they set the bins."""
+    """The `ByValue` that chooses ranges, None for a single range; and the batches, stored if they set the bins."""
     if by is None:
         if bins is not None or boundaries is not None:
-            raise ConfigError('bins= and boundaries= are those of a value; name it, such as by="timestep"')
+            raise ConfigError('bins= and boundaries= divide the values of an argument; name it, such as by="timestep"')
         return None, data
     if bins is not None and boundaries is not None:
         raise ConfigError("bins= and boundaries= both say where the bins lie; give one of them")
@@ -171,13 +171,13 @@ def chosen_values(
             with suppress(CallEnded):
                 kept.run(model, batch)
     if not seen:
-        raise CalibrationError("no batch called the model, so that there are no values; let forward= call it")
+        raise CalibrationError("no batch called the model, so that there are no values; let forward= call the model")
     values = torch.cat(processes.all(torch.cat(seen)))
     return ByValue(by, boundaries_of(values, count, by)), kept
 
 
 def boundaries_of(values: Tensor, count: int, by: By = "value") -> list[float]:
-    """Boundaries of up to `count` bins with equally many values, each midway between two neighbouring values.
+    """The boundaries of up to `count` bins with equally many values; each is midway between two neighbouring values.
 
     >>> boundaries_of(torch.tensor([0.0, 1.0, 2.0, 3.0, 10.0, 20.0]), 3)
     [1.5, 6.5]
@@ -186,7 +186,7 @@ def boundaries_of(values: Tensor, count: int, by: By = "value") -> list[float]:
     if len(distinct) < 2:
         raise CalibrationError(
             f"all calls have the value {distinct[0].item():g} of {ByValue(by, [0.0]).name}, which makes one bin; give "
-            "batches of several values, or leave out by="
+            "batches with several values, or leave out by="
         )
     ends = [ordered[len(ordered) * place // count] for place in range(1, count)]
     starts = torch.stack(ends) if len(distinct) > count else distinct[1:]
@@ -199,9 +199,9 @@ def boundaries_of(values: Tensor, count: int, by: By = "value") -> list[float]:
 
 @contextmanager
 def reading(model: nn.Module) -> Iterator[Callable[[ByValue], None]]:
-    """A context that yields a function: called with a `ByValue`, it makes the calls of a model read this value, too.
+    """A context that yields a function: given a `ByValue`, it makes the calls of a model read this value, too.
 
-    When the context ends, calls read the values by which the quantizers of the model choose ranges.
+    When the context ends, calls read only the values that choose ranges of the model's quantizers.
     """
     with restore_after(lambda: follow_values(model)):
         known = (quantizer.by_value for quantizer in quantizers(model).values())
@@ -214,7 +214,7 @@ def calibrators_of(by_value: ByValue | None, make: Callable[[], Calibrator]) -> 
 
 
 def follow_values(model: nn.Module) -> None:
-    """Make calls of a model read the values by which quantizers choose ranges; equal `ByValue`s become one object."""
+    """Make calls of a model read the values that choose ranges of quantizers; equal `ByValue`s become one object."""
     known: list[ByValue] = []
     for quantizer in quantizers(model).values():
         own = quantizer.by_value
@@ -226,7 +226,7 @@ def follow_values(model: nn.Module) -> None:
 
 
 def set_range_of(quantizer: Quantizer, calibrator: Calibrator | None, range: Range) -> None:
-    """Give a quantizer the range of its calibrator, or of a `CalibratorByValue` the range of each bin."""
+    """Give a quantizer the range of its calibrator; a `CalibratorByValue` gives it a range for each bin."""
     if not isinstance(calibrator, CalibratorByValue):
         quantizer.set_range(range)
         return
@@ -235,10 +235,10 @@ def set_range_of(quantizer: Quantizer, calibrator: Calibrator | None, range: Ran
 
 
 def check_bins(by_value: ByValue | None, calibrators: Mapping[str, Calibrator | None]) -> None:
-    """Raise if a bin got no batch at all, and warn of quantizers that saw nothing in some bins.
+    """Raise an error if no batch fell into a bin, and warn of quantizers that saw nothing in some bins.
 
     Raises:
-        CalibrationError: names the bin.
+        CalibrationError: a bin got no batch; the bin is named.
     """
     if by_value is None:
         return
@@ -251,12 +251,12 @@ def check_bins(by_value: ByValue | None, calibrators: Mapping[str, Calibrator | 
     everywhere = set.intersection(*missing.values()) if missing else set[int]()
     if everywhere:
         spans = ", ".join(by_value.span(place) for place in sorted(everywhere))
-        raise CalibrationError(f"no batch has {spans}; give batches that do, or other boundaries")
+        raise CalibrationError(f"no batch has {spans}; give batches with such values, or other boundaries")
     some = [name for name, places in missing.items() if places]
     if some:
         warn_user(
-            f"{len(some)} quantizers saw nothing in some bins of {by_value.name}, where they get the range of the "
-            f"nearest bin: {', '.join(some)}",
+            f"{len(some)} quantizers saw nothing in some bins of {by_value.name}, and get the range of the nearest bin "
+            f"there: {', '.join(some)}",
             CalibrationWarning,
         )
 
@@ -284,60 +284,62 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     """Find the ranges of all static quantizers: of inputs by running batches, of weights as the layers' calls use them.
 
     The model runs in float and in eval mode; nothing is changed if anything fails. With a pattern, layers that do not
-    match run quantized where they have ranges, and in integers where `set_execution` says so. Later layers are
-    calibrated on what they get from earlier ones. A weight that quantizing does not change, as after
-    `fakequant.ptq.improve`, keeps its range: no other range fits better, and each would change the codes. A weight of
-    zeros gets no range: its scale is computed at each call, so that training can move the weight.
+    match run quantized if they have ranges, and in integers if `set_execution` says so. Later layers are calibrated on
+    the results of earlier layers. A weight that already has quantized values, as after `fakequant.ptq.improve`, keeps
+    its range: no other range fits better, and each would change the codes. A weight of zeros gets no range: its scale
+    is computed at each call, so that training can move the weight.
 
     Args:
         model: a prepared model.
-        batches: what a data loader gives, or tensors, tuples of arguments, or dicts of keyword arguments. Without
-            `inputs`, a tuple's items beyond the parameters of the model's `forward` are left out, such as labels; a
-            tuple whose last item would be passed to an optional parameter is refused, because it may be labels. May be
+        batches: a data loader, or tensors, tuples of arguments, or dicts of keyword arguments. Without `inputs`, a
+            tuple's items beyond the parameters of the model's `forward`, such as labels, are not passed; a tuple whose
+            last item would be passed to an optional parameter is refused, because it may be labels. `batches` may be
             empty if no input needs calibration; batches are then run only until every layer with a weight was called.
-        method: "mse", "max", "percentile", "entropy" or "moving_average", for inputs.
-        weight_method: the same, for weights; by default "max". For codes of fewer than 4 bits, and for scales in
-            formats of their own, as those of GGUF, the default is "mse", which searches scales and offsets by the
-            squared error of the weight.
-        weight_options: for the calibrators of the weights, for example {"percentile": 99.9}.
-        pattern: of the paths of the layers to calibrate; `*` matches any characters (fnmatch). One that ends with
-            "_quantizer" is of the paths of quantizers: "*_weight_quantizer" calibrates the weights alone.
+        method: the method for inputs: "mse", "max", "percentile", "entropy" or "moving_average".
+        weight_method: the method for weights, by default "max". For codes of fewer than 4 bits, and for scales that
+            have a format, such as GGUF's, the default is "mse", which searches scales and offsets by the squared error
+            of the weight.
+        weight_options: options for the calibrators of the weights, for example {"percentile": 99.9}.
+        pattern: a pattern of the paths of the layers to calibrate; `*` matches any characters (fnmatch). A pattern that
+            ends with "_quantizer" matches paths of quantizers: "*_weight_quantizer" calibrates only the weights.
         inputs: which part of a batch the model gets: the index of one item, such as 0 for a loader of (x, y); a slice
             of items, such as slice(2), as positional arguments; or a function of the batch, which returns a tuple of
             arguments, a dict of keyword arguments, or one argument.
         forward: called as forward(model, batch) instead of the model.
-        mask: which tokens count, where batches have padding: a function from a batch to a bool tensor [batch, tokens],
-            or the key of a dict batch, such as "attention_mask". A `CalibrationWarning` names inputs of other shapes.
+        mask: which tokens count, if batches have padding: a function from a batch to a bool tensor [batch, tokens],
+            or a key of dict batches, such as "attention_mask". A `CalibrationWarning` names inputs of other shapes.
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
-        unseen: what becomes of layers that need data, and that no batch reached: "error"; "float" leaves them in float,
-            which one `CalibrationWarning` says; "siblings" gives their inputs the merged ranges of the layers at the
-            same place in other members of their `nn.ModuleList`, as for the experts of a mixture, with a warning too.
-            Inputs that are zero in every batch are named by a `CalibrationWarning`, too. With "error" these inputs
-            alone stay in float until a calibration finds a range, with "float" their layers stay in float, and with
-            "siblings" they get the merged ranges. Layers that need no data, and whose weight another module uses
-            without calling them, stay in float: a `CoverageWarning` names them. It also names layers that are called if
-            another module reads their weight, in the first batch of each shape, dtype or flag.
-        by: a value by which each call takes one of several ranges of its inputs, such as the timestep of a diffusion
-            model: the name of an argument of `forward`, or a function that is called with the same arguments. The value
+        unseen: how to treat layers that need data, but that no batch reached. "error" raises an error. "float" leaves
+            the layers in float, with a `CalibrationWarning`. "siblings" gives their inputs the merged ranges of the
+            layers at the same place in other members of their `nn.ModuleList`, as for the experts of a mixture, with a
+            warning too. Inputs that are zero in every batch are also named by a `CalibrationWarning`: with "error" only
+            these inputs stay in float until a calibration finds a range, with "float" their layers stay in float, and
+            with "siblings" the inputs get the merged ranges. A layer that needs no data stays in float if another
+            module uses its weight without calling the layer: a `CoverageWarning` names it. The warning also names
+            layers that are called if another module reads their weight, in the first batch of each shape, dtype or
+            flag.
+        by: a value, such as the timestep of a diffusion model, that chooses one of several ranges for the inputs of a
+            call: the name of an argument of `forward`, or a function that is called with the same arguments. The value
             is a number, or a tensor with a number for each row of the batch.
-        bins: how many ranges, by default 10, each for equally many calls or rows of the batches; all batches are kept.
-        boundaries: where bins begin, in place of `bins`: [500] makes a bin below 500 and a bin from 500 on.
-        group: the processes of torch.distributed that calibrate together, each with its own batches: what they see is
-            merged, and all get the scales that one process would find for all batches. By default that of a model
-            wrapped in DistributedDataParallel or sharded by fully_shard; False for none. `forward` gets the model that
-            DistributedDataParallel wraps.
-        options: for the calibrators of the inputs, for example percentile=99.9.
+        bins: the number of ranges, by default 10, each for equally many calls or rows of the batches; all batches are
+            stored.
+        boundaries: instead of `bins`, where bins begin: [500] makes a bin below 500 and a bin from 500 on.
+        group: the processes of torch.distributed that calibrate together, each with other batches: their data are
+            merged, and all get the scales that one process would find for all batches. By default the processes of a
+            model wrapped in DistributedDataParallel or sharded by fully_shard; False for no group. `forward` gets the
+            model that DistributedDataParallel wraps.
+        options: options for the calibrators of the inputs, for example percentile=99.9.
 
     Returns:
-        The calibrators of all static quantizers by name, with the histograms they collected.
+        The calibrators of all static quantizers by name, with their histograms.
 
     Raises:
-        CalibrationError: a batch with NaN or inf (names the quantizer), one on which the model fails (names the batch
-            and the layer; the cause is torch's error), layers that saw no data (names them all, says
-            why, and what to do), another process that failed, or a model without quantizers.
-        ConfigError: an unknown method or option, a pattern that matches no layer with a static quantizer, a mask of
-            another kind, processes that calibrate different models or by a method that does not merge
-            ("moving_average"), or a tuple whose last item may be labels or an optional argument.
+        CalibrationError: a batch has NaN or inf (the quantizer is named); the model fails on a batch (the batch and the
+            layer are named; the cause is torch's error); layers saw no data (all are named, with the reason and a
+            cure); another process failed; or the model has no quantizers.
+        ConfigError: the method or an option is unknown; the pattern matches no layer with a static quantizer; the mask
+            is no mask; processes calibrate different models, or by a method that cannot be merged ("moving_average");
+            or the last item of a tuple may be labels or an optional argument.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> loader = [(torch.ones(2, 4), "label"), (torch.full((2, 4), 2.54), "label")]
@@ -435,16 +437,15 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
 def recalibrate(
     model: nn.Module, calibrators: Mapping[str, Calibrator] | None = None, method: str = DEFAULT_METHOD, **options: Any
 ) -> dict[str, Calibrator]:
-    """Find the ranges of inputs by another method, from what `calibrate` collected: the batches need not run again.
+    """Find the ranges of inputs by another method, from the counts of `calibrate`: the batches need not run again.
 
     Percentile, entropy and mse collect the same counts, and max needs less: one pass over the batches by one of the
-    three serves all four. The model keeps what its last `calibrate` collected, also in copies of it, but not in
-    checkpoints. The counts take 64 KiB per input quantizer with one scale (16 bytes by max);
-    `quantizer.collected = None` frees them.
+    three serves all four. The model, and a copy of it, has the counts of its last `calibrate`; checkpoints do not. The
+    counts take 64 KiB per input quantizer with one scale (16 bytes by max); `quantizer.collected = None` frees them.
 
     Args:
         model: a calibrated model; its weights keep their ranges.
-        calibrators: as `calibrate` returned them, which stay as they are; by default what the model keeps.
+        calibrators: the calibrators that `calibrate` returned, which are not changed; by default the model's.
         method: as for `calibrate`.
         options: options of that method.
 
@@ -452,8 +453,8 @@ def recalibrate(
         The calibrators of the input quantizers by name.
 
     Raises:
-        ConfigError: the calibrators collected less than the method needs, are not those of the model, or are missing,
-            or none is of an input; nothing is changed.
+        ConfigError: the calibrators collected less than the method needs, belong to another model, or are missing; or
+            no calibrator belongs to an input. Nothing is changed.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> used = calibrate(model, [torch.full((2, 4), 2.54)], "entropy")
@@ -467,7 +468,7 @@ def recalibrate(
         raise ConfigError(f"calibrators cannot be {calibrators!r}; write recalibrate(model, method={calibrators!r})")
     if not isinstance(calibrators, Mapping | None):
         raise ConfigError(
-            f"calibrators must be what calibrate returned, a mapping of names, got {type(calibrators).__name__}; "
+            f"calibrators must be the result of calibrate, a mapping of names, got {type(calibrators).__name__}; "
             "recalibrate runs no batches: call calibrate(model, batches) to see new inputs"
         )
     if calibrators is None:
@@ -476,13 +477,13 @@ def recalibrate(
         static = {n: q for n, q in inputs.items() if not q.dynamic and (q.calibrated or q.mode is not Mode.OFF)}
         if missing := [name for name, quantizer in static.items() if quantizer.collected is None]:
             raise ConfigError(
-                f"{len(missing)} of {len(static)} input quantizers keep nothing that calibrate collected, the first is "
-                f"{missing[0]} (a checkpoint does not hold it); run fakequant.calibrate(model, batches, method), or "
-                "give what an earlier call returned as calibrators="
+                f"{len(missing)} of {len(static)} input quantizers have no counts of calibrate, the first is "
+                f"{missing[0]} (a checkpoint does not hold counts); run fakequant.calibrate(model, batches, method), "
+                "or give the result of an earlier call as calibrators="
             )
         calibrators = {name: q.collected for name, q in static.items() if q.collected is not None}
     if unknown := sorted(set(calibrators) - set(found)):
-        raise ConfigError(f"the model has no quantizers {', '.join(unknown)}; give what calibrate returned for it")
+        raise ConfigError(f"the model has no quantizers {', '.join(unknown)}; give the result of calibrate for it")
     adopted: dict[str, Calibrator] = {}
     for name, used in calibrators.items():
         if found[name].kind is Kind.INPUT:
@@ -493,7 +494,7 @@ def recalibrate(
                 adopted[name].load_from(used)
             except ConfigError as error:
                 raise ConfigError(
-                    f"{name}: {error}. Run fakequant.calibrate(model, batches, {method!r}) to collect what it needs"
+                    f"{name}: {error}. Run fakequant.calibrate(model, batches, {method!r}) to collect its counts"
                 ) from error
     if not adopted:
         raise ConfigError(
@@ -533,18 +534,18 @@ def fix_global_scales(
     """Fix the per-tensor scale of the NVFP4 inputs of a prepared model, in place; the model is returned.
 
     The preset `NVFP4` chooses this scale for each input anew. Files of compressed-tensors have 1 / the scale for each
-    layer, by the largest magnitude in some batches: 448 * 6 / amax. The scales of blocks stay dynamic. Larger inputs
+    layer, from the largest magnitude in some batches: 448 * 6 / amax. The scales of blocks stay dynamic. Larger inputs
     are clamped.
 
     Args:
-        model: prepared, with dynamic inputs whose block scales are under one per-tensor scale.
+        model: a prepared model with dynamic inputs whose block scales are multiplied by one per-tensor scale.
         batches: examples of inputs.
         inputs: the part of a batch that is the model's input, as for `calibrate`.
-        forward: how the model is called with a batch, as for `calibrate`.
+        forward: the function that calls the model with a batch, as for `calibrate`.
 
     Raises:
-        CalibrationError: the model has no such inputs, or all batches are 0 at an input (names it); the model is
-            unchanged then.
+        CalibrationError: no input has a per-tensor scale above block scales, or an input, which is named, is 0 in all
+            batches. The model is then unchanged.
 
     >>> model = prepare(nn.Sequential(nn.Linear(32, 32)), "nvfp4", skip=[])
     >>> fix_global_scales(model, [torch.full((1, 32), 2.0)])[0].input_quantizer.global_scale
@@ -553,13 +554,13 @@ def fix_global_scales(
     check_model(model, "fix_global_scales", "fix_global_scales(model, batches)", CalibrationError)
     found = _under_global_scales(model)
     if not found:
-        raise CalibrationError("the model has no dynamic inputs under one scale of the tensor, as the preset NVFP4 has")
+        raise CalibrationError("no dynamic input has block scales and a per-tensor scale, as in the preset NVFP4")
     _fix_global_scales(model, found, Batches(batches, "fix_global_scales", inputs=inputs, forward=forward))
     return model
 
 
 def _under_global_scales(model: nn.Module) -> dict[str, Quantizer]:
-    """The quantizers of dynamic inputs whose block scales are under one per-tensor scale, by path."""
+    """By path, the quantizers of dynamic inputs whose block scales are multiplied by one per-tensor scale."""
     return {
         name: one
         for name, one in quantizers(model).items()

@@ -25,7 +25,7 @@ from fakequant.registry import import_waiting
 from fakequant.text import listed, module_name
 
 NAMED: dict[str, Any] = {}
-"""The presets by name, see `register_preset`; `fakequant.model.presets` has those that serve every model."""
+"""The presets by name, see `register_preset`; `fakequant.model.presets` has the presets for all models."""
 
 ALIASES = {
     "W8A8": "INT8",
@@ -40,14 +40,14 @@ ALIASES = {
     "NVFP4A16": "NVFP4_WEIGHT_ONLY",
     "NF4": "NF4_WEIGHT_ONLY",
 }
-"""Names of presets in other libraries, and the presets here."""
+"""By the name of a preset in another library, the name of the same preset here."""
 
 
 def find_preset(name: str) -> Any:
-    """The preset with a name, or with another library's name for it, in any case, with `-` or `_`.
+    """The preset with a name, or with another library's name. Upper and lower case are equal, and so are `-` and `_`.
 
     Raises:
-        ConfigError: no preset has the name; the nearest names are offered.
+        ConfigError: no preset has the name; the message offers the nearest names.
 
     >>> find_preset("int8-weight-only").name
     'INT8_WEIGHT_ONLY'
@@ -68,7 +68,7 @@ def find_preset(name: str) -> Any:
 
 
 def register_preset(config: Config) -> Config:
-    """Make a configuration known by its name, which `prepare`, rules and the command line take in any case.
+    """Make a configuration known by its name to `prepare`, rules and the command line; upper and lower case are equal.
 
     Raises:
         ConfigError: another preset has the name, or the name has other characters than letters, digits and `_`.
@@ -94,7 +94,7 @@ _NO_AXIS = 1 << 30  # of no tensor
 
 @dataclass(frozen=True)
 class TensorConfig:
-    """How one tensor of a layer is quantized: a specification, and whether the range is dynamic, new for each tensor.
+    """How a tensor of a layer is quantized: a specification, and whether the range is dynamic, computed in each call.
 
     >>> print(TensorConfig("int8 per_token", dynamic=True))
     int8 per_token dynamic
@@ -114,7 +114,7 @@ class TensorConfig:
         return f"TensorConfig({str(self.spec)!r}{', dynamic=True' if self.dynamic else ''})"
 
     def placed(self, axes: dict[int, int], kernel: Kernel = NO_KERNEL) -> TensorConfig:
-        """The configuration with axes that are named by their role mapped to the axes of a tensor."""
+        """The configuration for a tensor: `axes` maps axes that are named by their role to the tensor's axes."""
         given = self.spec.granularity
         granularity = given.remap_axes(axes)
         if kernel.window and given.remap_axes({-1: _NO_AXIS}) != given:  # other axes than -1 are meant literally
@@ -123,11 +123,11 @@ class TensorConfig:
         return TensorConfig(spec, self.dynamic)
 
     def for_each(self) -> TensorConfig:
-        """The configuration for a stack [tensors, ...] of tensors quantized one by one, see `Granularity.for_each`."""
+        """The configuration for a stack [tensors, ...], each quantized by itself, see `Granularity.for_each`."""
         return TensorConfig(self.spec.regrouped(lambda one: one.for_each()), self.dynamic)
 
     def to_text(self) -> str:
-        """`str(self)`, for files; see `QuantSpec.to_text`."""
+        """The text for files, `str(self)`; see `QuantSpec.to_text`."""
         self.spec.to_text()
         return str(self)
 
@@ -139,7 +139,7 @@ class TensorConfig:
 
 
 _WILDCARDS = frozenset("*?[")
-"""A pattern without these characters is a path, and matches this path alone."""
+"""The characters that match others: a pattern without them is a path, and matches only this path."""
 _TENSORS = ("input", "weight", "output", "gradient")
 """The fields of a rule that say how tensors are quantized."""
 
@@ -149,32 +149,33 @@ class Rule:
     """Which layers a rule matches, by name pattern and type, and how they are quantized.
 
     Args:
-        pattern: matches the layer's path in the model; `*` matches any characters (fnmatch).
-        preset: a preset or its name, whose rule for all layers this rule takes over: `Rule("head", "int8")`.
-        input: in place of a preset, how inputs are quantized; None leaves them in float.
-        weight: in place of a preset, how the weight is quantized; None leaves it in float.
-        layers: float layers by class name or as classes ("Linear", nn.Conv2d), kept as names; empty: every layer that
-            can be quantized. A subclass that computes as its base is matched by the name of its base, too.
-        ops: functions that a `forward` calls, by name ("add", "matmul", "sdpa", "cat", "softmax", "linear" ...). With
-            them the rule is for such calls alone, and its pattern is for the path of the module whose `forward` calls
-            them, or of one call, as "block.0._sites.add_1". `input` is for tensors that are computed, and for constants
-            of other functions than products, `weight` for products' parameters. `prepare` then needs an example.
+        pattern: a pattern that matches the layer's path in the model; `*` matches any characters (fnmatch).
+        preset: a preset or its name; the rule quantizes like the preset's rule for all layers: `Rule("head", "int8")`.
+        input: instead of a preset, how inputs are quantized; None leaves inputs in float.
+        weight: instead of a preset, how the weight is quantized; None leaves the weight in float.
+        layers: float layers by class name or as classes ("Linear", nn.Conv2d), stored as names; empty for every layer
+            that can be quantized. A subclass that computes like its base also matches by the name of its base.
+        ops: functions that a `forward` calls, by name ("add", "matmul", "sdpa", "cat", "softmax", "linear" ...). A rule
+            with `ops` quantizes only calls of these functions; its pattern matches the path of the module whose
+            `forward` calls them, or the path of one call, as "block.0._sites.add_1". `input` is for computed tensors,
+            and for constants of functions that are no products; `weight` is for the parameters of products. `prepare`
+            then needs an example.
         optional: whether the rule may match nothing.
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
-        output: how results are quantized; None, as in all presets, leaves them as they are.
+        output: how results are quantized; None, as in all presets, does not quantize them.
         gradient: how the products of the backward pass are quantized, a `GradientConfig` or its text, as
-            "float8_e5m2"; None leaves them in float. Such layers are simulated where a gradient is wanted.
-        tied: whether layers of earlier rules that share a weight with one of these layers follow this rule, as the head
-            of a language model that has the weight of its embedding.
+            "float8_e5m2"; None leaves them in float. Layers with `gradient` are simulated if a gradient is needed.
+        tied: whether layers of earlier rules that share a weight with a layer of this rule follow this rule, as the
+            head of a language model that has the weight of its embedding.
 
-    One rule serves layers of all kinds, so `PerChannel` and `PerBlock` name two axes by their role. Axis 0 of a weight
-    means its output channels. Axis -1 means the axis that the layer's product sums over: of convolutions the input
-    channels, of linear layers the last axis, of embeddings the features. All other axes are meant literally.
+    A rule may be for layers of all kinds, so `PerChannel` and `PerBlock` name two axes by their role. Axis 0 of a
+    weight means its output channels. Axis -1 means the axis that the layer's product sums over: the input channels of
+    convolutions, the last axis of linear layers, the features of embeddings. Other numbers are axes of the tensor.
 
     Convolutions sum over the positions of their kernel, too. So `PerBlock({-1: 32})` of their weight gives blocks of
     whole kernels with at least 32 elements, or of a part of a longer kernel; an output channel with fewer elements is
-    one block. If the input has blocks, too, both lie along the channels of one position. `PerToken()` of their input
-    gives a scale for each sample, and for each pixel if the kernel has one position.
+    one block. If the input has blocks, too, the blocks of both lie along the channels of one position. `PerToken()` of
+    the input gives a scale for each sample, and for each pixel if the kernel has one position.
 
     >>> rule = Rule("head")      # leaves the layer `head` in float
     >>> print(Rule("head", "int8").weight, "and", Rule("head", weight="int4 per_channel(0)").weight)
@@ -197,8 +198,8 @@ class Rule:
     def __new__(cls, *places: Any, **_: Any) -> Rule:
         if len(places) > 2:
             raise ConfigError(
-                f"Rule takes two positional arguments, a pattern and a preset, got {places[2]!r:.60} too; name "
-                "the others: Rule(pattern, input=..., weight=...)"
+                f"Rule takes two positional arguments, a pattern and a preset, got {places[2]!r:.60} too; use "
+                "keywords: Rule(pattern, input=..., weight=...)"
             )
         return super().__new__(cls)
 
@@ -208,8 +209,8 @@ class Rule:
         if preset is not None:
             if isinstance(preset, (QuantSpec, TensorConfig)) or (isinstance(preset, str) and _is_specification(preset)):
                 raise ConfigError(
-                    f"Rule({self.pattern!r}, ...) takes a preset, got the specification {str(preset)!r}; say what it "
-                    f"is for: Rule({self.pattern!r}, input={str(preset)!r}), or weight="
+                    f"Rule({self.pattern!r}, ...) takes a preset, got the specification {str(preset)!r}; use a "
+                    f"keyword: Rule({self.pattern!r}, input={str(preset)!r}), or weight="
                 )
             config: Config = preset if isinstance(preset, Config) else find_preset(preset)
             general = [rule for rule in config.layer_rules if rule.pattern == "*" and not rule.layers]
@@ -260,10 +261,10 @@ class Rule:
         return not self.layers or not {type(module).__name__, computed_class(module).__name__}.isdisjoint(self.layers)
 
     def tensor(self, role: Role, axes: dict[int, int], kernel: Kernel = NO_KERNEL) -> TensorConfig | None:
-        """How a tensor with a role is quantized, with axes mapped to those of the tensor; None if it stays in float.
+        """How a tensor with a role is quantized, with the tensor's axes; None if it stays in float.
 
-        Blocks of a weight hold whole kernels. If the input has blocks too, both lie along the channels of one position,
-        so that an engine can multiply block by block; a depthwise convolution has one channel in a sum.
+        Blocks of a weight hold whole kernels. If the input has blocks too, the blocks of both lie along the channels of
+        one position, so that an engine can multiply block by block; a depthwise convolution has one channel in a sum.
         """
         config: TensorConfig | None = getattr(self, role.value)
         in_blocks = self.input is not None and isinstance(self.input.spec.granularity, PerBlock)
@@ -273,11 +274,11 @@ class Rule:
 
     @property
     def functions(self) -> frozenset[str]:
-        """The canonical names of the functions that the rule is for; empty for a rule for layers."""
+        """The canonical names of the functions in `ops`; empty for a rule for layers."""
         return canonical_ops(self.ops)
 
     def matches_any(self, names: Iterable[str], module: nn.Module) -> bool:
-        """Whether the rule matches a layer by any of its several paths."""
+        """Whether the rule matches a layer by any of its paths."""
         return any(self.matches(name, module) for name in names)
 
     @property
@@ -311,16 +312,16 @@ class Rule:
 
 
 TABLES = Rule(layers=("Embedding", "EmbeddingBag"), optional=True, tied=True)
-"""Tables of embeddings, in float; `replace` says how a preset quantizes them."""
+"""A rule that leaves tables of embeddings in float; presets change it by `replace`."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """A named list of rules; of the rules that match a layer the last is used.
+    """A named list of rules; the last rule that matches a layer is used.
 
     Args:
-        name: for messages and reports; rules in its place get the name "own rules".
-        rules: one or several.
+        name: the name for messages and reports; if rules are given instead, it is "own rules".
+        rules: a rule, or several.
 
     >>> config = presets.INT8.with_rule(Rule("stem"))     # as INT8, but the layer `stem` stays in float
     """
@@ -345,7 +346,7 @@ class Config:
         return "\n".join([repr(self), *(f"  {rule!r}" for rule in self.rules)])
 
     def with_rule(self, *rules: Rule) -> Config:
-        """The same configuration with rules added at the end, where they override the others."""
+        """The same configuration with more rules at the end, which override earlier rules."""
         return replace(self, rules=self.rules + rules)
 
     def for_model(self, model: nn.Module) -> Config:
@@ -365,14 +366,15 @@ class Config:
     def resolve(self, model: nn.Module, *, any_module: bool = False) -> dict[str, Rule]:
         """The last rule that matches each layer that can be quantized, by the path of the layer.
 
-        A layer that is used under several names is matched by any of them, and listed by the first. A rule that leaves
-        layers in float may match nothing but layers without a quantized form.
+        A layer with several paths matches by any of them, and is listed by the first. A rule that leaves layers in
+        float may match only layers without a quantized form.
 
         Args:
-            any_module: whether a rule may match only other modules, because it is for functions that they call.
+            any_module: whether a rule may match only modules that are no layers, because it is for functions that the
+                modules call.
 
         Raises:
-            ConfigError: a rule that must match something matches nothing; the nearest candidates are named.
+            ConfigError: a rule that is not optional matches nothing; the nearest candidates are named.
         """
         candidates = {name: module for name, module in model.named_modules() if quantized_class(module) is not None}
         names = all_names(model)
@@ -426,10 +428,10 @@ class Config:
 
 @dataclass(frozen=True, repr=False)
 class ModelConfig(Config):
-    """A configuration that makes its first rules for a model, as a GGUF mixture does; `rules` come after them.
+    """A configuration whose first rules depend on the model, as in a GGUF mixture; `rules` come after them.
 
     Args:
-        make: returns the configuration of a float model.
+        make: returns the configuration for a float model.
     """
 
     make: Callable[[nn.Module], Config] = field(kw_only=True)
@@ -440,7 +442,7 @@ class ModelConfig(Config):
 
 
 def _is_specification(text: str) -> bool:
-    """Whether a text that names no preset says how a tensor is quantized."""
+    """Whether a text that names no preset is the specification of a tensor."""
     with suppress(ConfigError):
         find_preset(text)
         return False
@@ -460,7 +462,7 @@ def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _matched(rules: Iterable[Rule], names: dict[nn.Module, list[str]]) -> Iterator[tuple[Rule, list[nn.Module]]]:
-    """Each rule with the modules that it matches; a pattern without wildcards is looked up, which is fast for many."""
+    """Each rule with the modules that it matches; patterns without wildcards are looked up: many cost little time."""
     named = {name: module for module, own in names.items() for name in own}
     for rule in rules:
         is_path = _WILDCARDS.isdisjoint(rule.pattern)

@@ -1,4 +1,4 @@
-"""An engine as a value: where its quantizers go, how it computes a preset, which files it loads, how it is run."""
+"""An engine as a value: where it wants quantizers, how it computes a preset, which files it loads, how to run it."""
 
 from __future__ import annotations
 
@@ -36,32 +36,33 @@ _FIELDS = ("input", "weight", "output")
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """All that this package knows of a program that runs quantized models.
+    """The properties of a program that runs quantized models.
 
     Attributes:
-        name: for `target=` and `fakequant.set_execution`.
-        bound: the measured difference between its results and the simulation, or that it was not run.
-        serves: the models and machines that it is for.
+        name: the name for `target=` and `fakequant.set_execution`.
+        bound: a text with the measured difference between its results and the simulation, or "not run".
+        serves: the models and machines that the engine is for.
         kinds: groups of preset names by how the engine multiplies, faster presets first: `advise` compares the presets
             of one group with each other.
-        files: the files that it reads: a format of `fakequant.deliver`, or a style of `fakequant.export_onnx`, by name.
-        export: the function of this package that writes its files, where `fakequant.deliver` does not.
-        packages: the Python packages that run its files.
-        placement: returns the table of where quantizers go; None if layers alone get quantizers.
+        files: the name of the files that the engine reads: a format of `fakequant.deliver`, or a style of
+            `fakequant.export_onnx`.
+        export: the function of this package that writes the engine's files, if `fakequant.deliver` does not.
+        packages: the Python packages that run the files.
+        placement: returns the engine's rules for quantizers; None if only layers get quantizers.
         variant: called with "input", "weight" or "output" and the `TensorConfig` of a preset for that tensor; it
             returns the `TensorConfig` that the engine computes.
-        tables: whether it loads quantized embeddings.
-        fixed_global: whether it needs a fixed per-tensor scale for NVFP4 inputs, which `calibrate` then sets.
-        merges: whether it merges layers, such as gate and up, and the experts of a block. Merged layers have one
-            per-tensor scale; `calibrate` gives them one range.
-        device: its arithmetic on codes; None if it computes as the simulation does, or no other arithmetic is known.
-        aliases: other names, such as those of engines that load the same models.
-        page: of the documentation, "" for none.
-        known: what is known of its speed, as a sentence; "" for nothing.
-        others: a prefix: the engine also runs every preset whose name starts with it; None for no such presets.
+        tables: whether the engine loads quantized embeddings.
+        fixed_global: whether the engine needs a fixed per-tensor scale for NVFP4 inputs, which `calibrate` then sets.
+        merges: whether the engine merges layers, such as gate and up, and the experts of a block. Merged layers have
+            one per-tensor scale; `calibrate` gives them one range.
+        device: the engine's arithmetic on codes; None if it is the simulation's, or unknown.
+        aliases: other names, such as names of engines that load the same models.
+        page: the page of the documentation, "" for none.
+        known: a sentence on the engine's speed; "" if nothing is known.
+        others: a prefix; the engine also runs every preset whose name starts so. None if it runs only `kinds`.
 
     Raises:
-        ConfigError: an attribute is of another kind.
+        ConfigError: an attribute has a wrong type.
 
     >>> mine = Engine("mine", "not run", kinds=(("INT8",),), files="compressed-tensors", tables=False)
     >>> prepare(nn.Sequential(nn.Linear(4, 4)), "int8", target=mine)[0].weight_quantizer
@@ -116,13 +117,13 @@ class Engine:
         return preset in self.presets or bool(self.others and preset.startswith(self.others))
 
     def placement_of(self, config: Config) -> Target | None:
-        """Where the quantizers of a configuration go; None if the engine has no table, or all inputs are dynamic."""
+        """The rules for the quantizers of a configuration; None if the engine has none, or all inputs are dynamic."""
         inputs = [rule.input for rule in config.rules if rule.input is not None]
         is_dynamic = bool(inputs) and all(one.dynamic for one in inputs)
         return None if self.placement is None or is_dynamic else self.placement()
 
     def computed(self, config: Config, model: nn.Module) -> tuple[Config, str]:
-        """The configuration that the engine computes for `config`, and a sentence on the changes, "" for none."""
+        """The configuration that the engine computes for `config`, and a sentence on the changes, "" without any."""
         changes, rules = list[str](), []
         for rule in config.rules:
             asked = {field: one for field in _FIELDS if (one := getattr(rule, field)) is not None}
@@ -142,7 +143,7 @@ class Engine:
         return result, f"for {self.name}, {'; '.join(dict.fromkeys(changes))}" if changes else ""
 
     def mark(self, model: nn.Module) -> None:
-        """Mark the quantizers of a prepared model whose scales `calibrate` fixes or shares for this engine."""
+        """Mark the quantizers of a prepared model whose scales `calibrate` must fix or share for this engine."""
         for quantizer in quantizers(model).values() if self.fixed_global else ():
             quantizer.fixes_global = quantizer.dynamic and has_tensor_scale(quantizer.spec)
         if self.merges:
@@ -168,14 +169,14 @@ _engines: dict[str, Engine] = {}
 
 holders: list[Callable[[str, nn.Module], None]] = []
 """Checks of a prepared model, added by modules that write files. Each is called with the `files` or `export` of an
-`Engine` and the model, and raises ExportError if such files cannot hold the model."""
+`Engine` and the model, and raises ExportError if the engine's files cannot hold the model."""
 
 
 def register_engine(engine: Engine) -> Engine:
     """Add an engine for `target=` and `fakequant.set_execution`; it replaces an engine of the same name.
 
     Raises:
-        ConfigError: not an `Engine`, or its name or alias belongs to an engine of another name.
+        ConfigError: the argument is no `Engine`, or its name or alias belongs to an engine of another name.
 
     >>> register_engine(known_engines()["vllm"]).aliases
     ('sglang',)
@@ -185,7 +186,7 @@ def register_engine(engine: Engine) -> Engine:
     names, others = (engine.name, *engine.aliases), known_engines()
     others = {name: known for name, known in others.items() if known.name != engine.name}
     if taken := [name for name in names if name in others]:
-        raise ConfigError(f"{listed(taken)} names another engine already; take other names")
+        raise ConfigError(f"{listed(taken)} already names another engine; choose other names")
     _engines.clear()
     _engines.update(others | dict.fromkeys(names, engine))
     return engine
@@ -202,10 +203,10 @@ def known_engines() -> dict[str, Engine]:
 
 
 def find_engine(name: str | Engine) -> Engine:
-    """The engine with a name; an `Engine` is returned as it is.
+    """The engine with a name; an `Engine` is returned unchanged.
 
     Raises:
-        ConfigError: no engine has the name; the nearest names are offered.
+        ConfigError: no engine has the name; the message offers the nearest names.
     """
     if isinstance(name, Engine):
         return name
@@ -221,7 +222,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def _chosen(execution: Execution | Device | Engine | str) -> tuple[Execution, Device | None]:
-    """How layers compute, and the device whose codes quantizers store, None for the simulation."""
+    """How layers compute, and the device whose codes quantizers store; None for the simulation."""
     if isinstance(execution, Engine) and execution.device is not None:
         execution = execution.device
     if isinstance(execution, Device):
@@ -243,20 +244,20 @@ def _chosen(execution: Execution | Device | Engine | str) -> tuple[Execution, De
 def set_execution(model: Model, execution: Execution | Device | Engine | str, pattern: str = "*") -> Model:
     """Set how a prepared model computes, in place; the model is returned.
 
-    With an engine that has an arithmetic, such as "qnn", quantizers store the codes of that engine: products are summed
-    exactly, and the rule of the device rounds the sums. Gradients are those of the simulation. A trace, such as that of
-    `torch.compile` or of an export, sees the simulation.
+    With an engine whose arithmetic is known, such as "qnn", quantizers store the codes of that engine: products of
+    codes are summed exactly, and the engine's rule rounds the sums to codes. Gradients are those of the simulation. A
+    trace, such as by `torch.compile` or an export, sees the simulation.
 
     Args:
         model: a prepared model.
-        execution: "simulate", "auto" or "integer", see `fakequant.nn.Execution`; the name of an engine that has an
-            arithmetic, or a `fakequant.nn.Device`.
-        pattern: of the paths of layers and of modules that call functions with quantizers; `*` matches any characters
-            (fnmatch).
+        execution: "simulate", "auto" or "integer", see `fakequant.nn.Execution`; the name of an engine whose arithmetic
+            is known, or a `fakequant.nn.Device`.
+        pattern: a pattern of the paths of layers, and of modules that call functions with quantizers; `*` matches any
+            characters (fnmatch).
 
     Raises:
-        ConfigError: nothing matches; under "integer" some layers can never run in integers, under a device no quantizer
-            has codes of the device (names them all, with the reasons); nothing is changed then.
+        ConfigError: nothing matches; with "integer", some layers can never run in integers (all are named, with the
+            reasons); or with a device, no quantizer has codes of the device. Nothing is then changed.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)
     >>> print(summary(set_execution(model, "auto")))
@@ -306,7 +307,7 @@ def set_execution(model: Model, execution: Execution | Device | Engine | str, pa
 
 @contextmanager
 def calling_quantizers(model: nn.Module) -> Iterator[None]:
-    """A context without integer execution, so that all layers call their quantizers; codes of a device stay in use."""
+    """A context without integer execution, so that all layers call their quantizers; device codes stay in use."""
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLayer)]
     with restore_after(attributes_of(layers, "execution")):
         for layer in layers:
@@ -326,7 +327,7 @@ def simulated(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def executed_by(model: nn.Module, target: str | None) -> Iterator[Device | None]:
-    """A context in which quantizers store an engine's codes; gives its device, None if no quantizer has such codes."""
+    """A context in which quantizers store an engine's codes; yields its device, None if no quantizer has its codes."""
     device = None if target is None else find_engine(target).device
     held = quantizers(model).values()
     if device is None or all(quantizer.why_simulated(device) is not None for quantizer in held):

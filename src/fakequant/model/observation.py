@@ -49,11 +49,11 @@ def check_unseen(unseen: str) -> None:
 
 
 class Unseen:
-    """The layers of a model that no batch called, or only with empty tensors.
+    """The layers of a model that no batch called, or that batches called only with empty tensors.
 
     Args:
         job: the calibration, after its last batch.
-        idle: layers that need no data, and that no batch called.
+        idle: the layers that need no data and were not called by any batch.
     """
 
     def __init__(self, job: Observation, idle: list[str]) -> None:
@@ -61,10 +61,10 @@ class Unseen:
         self.model, self.inputs = job.model, job.inputs
 
     def settle(self, unseen: str) -> list[str]:
-        """Warn of the layers or raise, as `unseen` says; returns the paths of layers that calibration leaves in float.
+        """Warn of the layers or raise an error, by `unseen`; returns the paths of layers that stay in float.
 
         Raises:
-            CalibrationError: layers that need data and saw none, unless `unseen` says what becomes of them.
+            CalibrationError: some layers need data and saw none, and `unseen` is "error".
         """
         # A quantizer that saw nothing gets the data of the trained copy that peft calls: its inputs are the same.
         for name, quantizer in self.inputs.items():
@@ -83,7 +83,7 @@ class Unseen:
         if starved and not self.job.batches:
             raise CalibrationError(
                 f"{len(starved)} of {len(self.inputs)} input quantizers saw no data, because there were no batches; "
-                f"the first is {starved[0]}. Give batches; a generator that was read before has none left"
+                f"the first is {starved[0]}. Give batches; a generator can be read only once"
             )
         idle = [name for name in self.idle if not copies_called(self.model, name)]
         layers = list(dict.fromkeys([*map(layer_of, starved), *idle]))
@@ -95,7 +95,7 @@ class Unseen:
         if expected:
             names = sorted(expected)
             text = f"{_count(names)} left in float: {self._reasons(names, read)}, nor did the example of prepare"
-            warn_user(f"{text}. Rules say that it is meant: {self._rules(names)}", CoverageWarning)
+            warn_user(f"{text}. To leave them in float without this warning, use {self._rules(names)}", CoverageWarning)
             starved = [name for name in starved if layer_of(name) not in expected]
             layers = [name for name in layers if name not in expected]
             read = {name: path for name, path in read.items() if name not in expected}
@@ -119,11 +119,13 @@ class Unseen:
             warn_user(text, CalibrationWarning)
         if read:
             text = f"{_count([*read])} left in float: {self._reasons([*read], read)}"
-            warn_user(f"{text}. Rules say that it is meant: {self._rules([*read])}", CoverageWarning)
+            warn_user(
+                f"{text}. To leave them in float without this warning, use {self._rules([*read])}", CoverageWarning
+            )
         return [*read, *sorted(expected)]
 
     def say_read(self, left: list[str]) -> None:
-        """Warn of layers, except those in `left`, that are called and whose weight another module uses in float."""
+        """Warn of called layers, except `left`, whose weight another module uses in float."""
         read: dict[str, str] = {}
         for name, path in self.job.read.items():
             layer, held = self.model.get_submodule(name), self.model.get_submodule(path)._parameters.values()
@@ -137,7 +139,7 @@ class Unseen:
             warn_user(f"{text}. {cure}", CoverageWarning)
 
     def settle_zeros(self, unseen: str, ranges: dict[str, Range]) -> list[str]:
-        """Warn of inputs that were zero in every batch; take them out of `ranges`, or give them ranges of siblings.
+        """Warn of inputs that were zero in every batch; remove them from `ranges`, or give them ranges of siblings.
 
         Returns:
             The paths of the layers that are left in float.
@@ -185,7 +187,7 @@ class Unseen:
         return "; ".join(reasons)
 
     def _rules(self, layers: list[str]) -> str:
-        """Rules, as code, that leave layers in float; a module takes one rule if all its three or more layers do."""
+        """The code of rules that leave layers in float; a module of three or more layers gets one rule for all."""
         total, under = _counts(map(layer_of, quantizers(self.model))), _counts(layers)
         whole = {path for path, count in under.items() if count >= 3 and count == total[path]}
         parts = {name: (path for path in _around(name) if path in whole) for name in layers}
@@ -193,7 +195,7 @@ class Unseen:
         return ", ".join(f'Rule("{pattern}")' for pattern in written)
 
     def share(self) -> None:
-        """Merge the calibrators of quantizers that share a range, because an engine merges their layers."""
+        """Merge the calibrators of quantizers that share a range because an engine merges their layers."""
         groups: dict[str, list[str]] = {}
         for name, quantizer in self.job.found.items():
             if quantizer.range_group and observed(quantizer):
@@ -223,7 +225,7 @@ class Unseen:
 
 
 def leave_in_float(modules: list[nn.Module]) -> None:
-    """Remove the quantizers of layers; in sites, which cannot lack a quantizer, turn off those without a range."""
+    """Remove the quantizers of layers; a site (a function's call) keeps them, but those without a range are off."""
     for module in modules:
         if isinstance(module, QuantizedLayer):
             module.execution = Execution.SIMULATE
@@ -247,7 +249,7 @@ def _around(path: str) -> list[str]:
 
 
 def _counts(layers: Iterable[str]) -> Counter[str]:
-    """How many layers each module holds."""
+    """The number of layers in each module, by the module's path."""
     return Counter(path for name in dict.fromkeys(layers) for path in _around(name))
 
 
@@ -256,7 +258,7 @@ def _count(layers: list[str]) -> str:
 
 
 _JOINS = ("cat", "stack", "add")
-"""Functions whose operands share the scale of the result."""
+"""Functions whose arguments share the scale of the result."""
 
 
 class _Vanishing(NamedTuple):
@@ -265,9 +267,9 @@ class _Vanishing(NamedTuple):
 
 
 class Vanishing:
-    """Finds operands and channels that a calibration rounds to 0, because larger values have the same scale.
+    """Finds arguments of functions, and channels, that a calibration rounds to 0: larger values have the same scale.
 
-    It notes the largest value of each operand of a function, and of each channel of the model's inputs, over batches.
+    It stores the largest value of each argument of a function, and of each channel of the model's inputs, over batches.
 
     Args:
         inputs: the input quantizers that get a range, by path.
@@ -284,7 +286,7 @@ class Vanishing:
         self._given, self._found = set[int](), dict[str, _Vanishing]()
 
     def enter(self, batch: Any) -> None:
-        """Note a batch before the model gets it."""
+        """Store which tensors a batch has, before the model gets it."""
         given = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         self._given = {leaf.data_ptr() for leaf in given if _is_plain(leaf)}
 
@@ -321,7 +323,7 @@ class Vanishing:
         self._found[what] = _Vanishing(quantizers, largest.float())
 
     def warn(self) -> None:
-        """Warn of operands and channels that the chosen scales round to 0."""
+        """Warn of arguments and channels that the chosen scales round to 0."""
         lost = []
         for what, (readers, largest) in self._found.items():
             fixed = [own.scale for own in readers if isinstance(own.spec.format, IntegerFormat)]
@@ -340,19 +342,19 @@ class Vanishing:
         if lost:
             warn_user(
                 f"all values are below half a step of their scale, and become 0: {listed(lost, 4)}. Scale them in "
-                "the model, quantize them apart from the large ones, or leave the function or layer in float by a rule",
+                "the model, quantize them apart from large values, or leave the function or layer in float by a rule",
                 CalibrationWarning,
             )
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether a tensor has values to read: it is not empty, meta, nested, sharded or in a torch.func transform."""
+    """Whether a tensor's values can be read: it is not empty, meta, nested, sharded or in a torch.func transform."""
     is_wrapped = torch._C._are_functorch_transforms_active() or is_traceable_wrapper_subclass(x)
     return not (is_wrapped or x.is_meta or x.is_nested) and x.numel() > 0
 
 
 def is_chosen(name: str, pattern: str) -> bool:
-    """Whether a pattern matches a quantizer: its path if the pattern ends with "_quantizer", else its layer's."""
+    """Whether a pattern matches a quantizer's path, if the pattern ends with "_quantizer", or else its layer's path."""
     return matches(name if str(pattern).endswith("_quantizer") else layer_of(name), pattern)
 
 
@@ -360,14 +362,14 @@ class ProcessPart(NamedTuple):
     """The result of one process of a calibration."""
 
     task: list[str]
-    """Lines on the quantizers and methods of the process, which must be equal in all processes."""
+    """Lines that name the quantizers and methods of the process, which must be equal in all processes."""
     states: dict[str, dict[str, Tensor]]
     """The states of the input calibrators by name; empty if one process calibrates alone."""
     called: set[str]
-    """The layers whose weight a call has shown."""
+    """The layers whose weight was seen in a call."""
     batches: int
     read: dict[str, str]
-    """The layers whose weight a module used without calling the layer, and the path of that module."""
+    """By layer whose weight a module used without calling the layer, the path of that module."""
 
 
 @dataclass
@@ -380,14 +382,14 @@ class Observation:
     pattern: str
     data: Batches
     make: Callable[[str], Calibrator]
-    """Returns a new calibrator for the quantizer with a name."""
+    """A function that returns a new calibrator for the quantizer with a name."""
     processes: Ranks = field(default_factory=lambda: Ranks(None))
     """The processes that calibrate together."""
     called: set[str] = field(default_factory=set)
-    """Layers that a batch called, even if only with empty tensors."""
+    """The layers that a batch called, even if only with empty tensors."""
     batches: int = 0
     read: dict[str, str] = field(default_factory=dict)
-    """Layers whose weight a module used in a batch without calling the layer, and the path of that module."""
+    """By layer whose weight a module used in a batch without calling the layer, the path of that module."""
 
     def __post_init__(self) -> None:
         self.vanishing: Vanishing | None = None
@@ -475,7 +477,7 @@ class Observation:
         )
 
     def _deferred(self) -> list[Exception]:
-        """Collect errors of calibrators in the returned list from now on; other processes wait for the run to go on."""
+        """A list that collects errors of calibrators from now on; the run goes on, as other processes wait for it."""
         failed: list[Exception] = []
 
         def defer(quantizer: Quantizer, observe: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -494,7 +496,7 @@ class Observation:
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        """A context that notes which weights the model reads without calling their layers."""
+        """A context that records which weights the model reads without calling their layers."""
         with watching(self.model) as recording:
             yield
         found = weight_readers(self.model, recording)
@@ -510,8 +512,8 @@ class Observation:
         for rank, part in enumerate(parts):
             if part.task != parts[0].task:
                 raise ConfigError(
-                    f"the processes of ranks 0 and {rank} calibrate different quantizers, or by other methods; give "
-                    "all of them one model and the same arguments"
+                    f"the processes of ranks 0 and {rank} calibrate different quantizers, or by different methods; "
+                    "give all processes one model and the same arguments"
                 )
         self.called = set().union(*(part.called for part in parts))
         self.batches = sum(part.batches for part in parts)
@@ -530,7 +532,7 @@ class Observation:
             quantizer.calibrator = merged
 
     def leave_out_unused(self) -> list[str]:
-        """Remove from the job the optional quantizers that their layers did not call, and return their paths."""
+        """Remove optional quantizers that their layers did not call from the calibration, and return their paths."""
         seen = {layer_of(name) for name, quantizer in self.inputs.items() if observed(quantizer)}
         unused = []
         for name, quantizer in self.inputs.items():

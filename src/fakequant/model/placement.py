@@ -1,7 +1,8 @@
-"""Where quantizers go in a model, by the data flow of a recorded run.
+"""Where quantizers go in a model, by the data flow of a recorded run and the rules of an engine (`Target`).
 
-A target's table is applied to the data flow. Without a target, a layer whose own `forward` computes a single product
-with its weight gets quantizers at this product.
+A site is the call of a function, such as + or @, that is quantized; operands are the float tensors that it takes.
+Without a target, a layer whose overridden `forward` computes a single product with its weight gets quantizers at this
+product.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class FixedRange(NamedTuple):
 
     Attributes:
         low: the smallest value.
-        high: the largest value; without `has_high` the end of the range, which no code reaches.
+        high: the largest value; if `has_high` is false, the end of the range, which no code reaches.
         has_high: whether `high` has a code: 8 bits then divide the range into 255 steps, otherwise into 256.
     """
 
@@ -47,26 +48,26 @@ class FixedRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """The placement rules of one engine, by the canonical names of functions.
+    """The rules by which an engine wants quantizers; functions have their canonical names.
 
     Attributes:
-        name: of the engine.
-        inputs: functions whose operands are quantized. Layers count by the function that they call.
+        name: the name of the engine.
+        inputs: functions whose operands are quantized. A layer counts as the function that it calls.
         keeps: functions whose result has the scale of their input, so that they need no quantizer.
-        shared: functions whose operands have one scale together.
-        fixed: functions whose result has a range of its own, whatever the data.
-        outputs: functions whose result is quantized, unless a function that reads it quantizes it as an operand.
-        floats_before: normalisations. A sum stays in float if only these, or sums that stay in float, read it; so does
-            the result of a linear layer, on three or more axes, that only such sums read.
-        fused: pairs of functions that are computed as one where nothing else uses what is in between.
-        identity_only: whether a sum of a product's result and a residual branch is quantized on that branch alone,
-            because the engine computes it together with the product.
+        shared: functions whose operands share a scale.
+        fixed: functions whose result has a fixed range, whatever the data.
+        outputs: functions whose result is quantized, unless a function that reads the result quantizes it anyway.
+        floats_before: normalisations. A sum stays in float if only these normalisations, or other sums that stay in
+            float, read it. So does the result of a linear layer, on three or more axes, that only sums in float read.
+        fused: pairs of functions that the engine computes as one if nothing else uses the value in between.
+        identity_only: whether only the residual branch of a residual sum is quantized, because the engine computes the
+            sum together with the product in the other branch.
         moved_back: functions over which the engine moves a quantizer back to a result that nothing else reads; None if
-            over all that `keeps` names.
+            over all functions in `keeps`.
         attention_in_parts: whether the engine computes attention as two products and a softmax, so that the
             probabilities are quantized, too.
-        symmetric: which activations let the engine compute all products on integers: True symmetric ones, False
-            asymmetric ones, None both.
+        symmetric: which activations let the engine compute all products on integers: symmetric (True), asymmetric
+            (False), or both (None).
         folds_norms: whether the engine folds a batch normalisation into a product with a quantized weight.
 
     Raises:
@@ -103,9 +104,9 @@ class Target:
 POOLS = frozenset(f"{kind}_pool{n}d" for kind in ("avg", "adaptive_avg") for n in (1, 2, 3))
 ATTENTION = frozenset({"scaled_dot_product_attention"})
 ATTENTION_LAYER = "multi_head_attention_forward"
-"""The function that `nn.MultiheadAttention` calls: projections, both products and the softmax in one."""
+"""The function that `nn.MultiheadAttention` calls: projections, both products and the softmax together."""
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-"""The functions that the recurrent layers call, for a whole sequence."""
+"""The functions that recurrent layers call, each for a whole sequence."""
 
 
 def moves() -> frozenset[str]:
@@ -114,7 +115,7 @@ def moves() -> frozenset[str]:
 
 
 def products() -> frozenset[str]:
-    """Products in one function, which all engines quantize alike."""
+    """The functions that compute a product; all engines quantize them alike."""
     return (having(Trait.PRODUCT) & frozenset(SITE_FUNCTIONS)) - having(Trait.ATTENTION) - lookups()
 
 
@@ -124,12 +125,12 @@ def lookups() -> frozenset[str]:
 
 
 def after_products(*functions: str) -> frozenset[tuple[str, str]]:
-    """Pairs of every product and the functions that engines compute together with it, and of batch normalisation."""
+    """Pairs of a product, or a batch normalisation, and each function that engines compute together with it."""
     return frozenset((first, second) for first in (*products(), "batch_norm") for second in ("batch_norm", *functions))
 
 
 class Flow:
-    """Producers and consumers of the values of a run."""
+    """The calls that make, and the calls that read, the values of a run."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
@@ -144,13 +145,13 @@ class Flow:
         return None if number is None else self.calls[number]
 
     def source(self, value: int, keeps: frozenset[str]) -> int:
-        """The first value of a chain of functions in `keeps` that ends in a value."""
+        """The value at the start of a chain of functions in `keeps` that ends in a value."""
         while (call := self.producer(value)) is not None and call.function in keeps and call.inputs:
             value = call.inputs[0]
         return value
 
     def comes_from(self, value: int, wanted: set[int], keeps: frozenset[str]) -> bool:
-        """Whether functions in `keeps` compute a value from wanted values alone."""
+        """Whether functions in `keeps` compute a value from `wanted` values only."""
         waiting, seen = [value], {value}
         while waiting:
             value = waiting.pop()
@@ -167,7 +168,7 @@ class Flow:
         return True
 
     def reached(self, values: Iterable[int], keeps: frozenset[str]) -> dict[int, None]:
-        """The values, and all that functions in `keeps` compute from them."""
+        """The values, and all values that functions in `keeps` compute from them."""
         found, waiting = dict.fromkeys(values), [*values]
         while waiting:
             for consumer in self.consumers.get(waiting.pop(), []):
@@ -177,14 +178,14 @@ class Flow:
         return found
 
     def alone(self, value: int) -> bool:
-        """Whether one call alone uses a value."""
+        """Whether only one call uses a value."""
         return len(self.consumers.get(value, [])) == 1 and value not in self.recording.outputs
 
     def products_since_common(self, values: Sequence[int]) -> list[int]:
         """For each of several values, the number of products on the way from their nearest common ancestor.
 
-        The longest way counts; without a common ancestor the number is 0. The walk back ends at a value from which all
-        others come: from any value before it, the way has at least as many products.
+        The longest way counts; without a common ancestor the number is 0. The search goes back to a value from which
+        all others come; from any value before it, the way has at least as many products.
         """
         depths = [{value: 0} for value in values]
         waiting = {value for value in values if self.producer(value) is not None}
@@ -211,10 +212,10 @@ Held = dict[str, SiteQuantizer]
 
 @dataclass
 class Placement:
-    """The quantizers of calls and the rules of layers that a target's table gives a model.
+    """The quantizers of calls and the rules of layers by the rules of a target.
 
     Attributes:
-        notes: lines on what keeps the engine from computing on integers, and what to do.
+        notes: lines that say why the engine cannot compute some parts on integers, with a cure.
     """
 
     sites: dict[FunctionCall, Held]
@@ -223,10 +224,10 @@ class Placement:
 
 
 class _Planner:
-    """Applies the table of a target to the data flow of a run.
+    """Applies the rules of a target to the data flow of a run.
 
     Args:
-        configs: the rule for each call that could be a site, by the call of the first visit if there are several.
+        configs: the configuration's rule for each call that could be a site; several visits count as the first call.
     """
 
     def __init__(
@@ -298,13 +299,13 @@ class _Planner:
         if other and wanted is not None:
             kind, preset = ("symmetric", "INT8") if wanted else ("asymmetric", "INT8_AFFINE")
             notes.append(
-                f"{name} computes all products on integers only with {kind} activations, and the configuration has "
-                f"{other[0]}; presets.{preset} suits it"
+                f"{name} computes all products on integers only with {kind} activations, but the configuration has "
+                f"{other[0]}; presets.{preset} suits {name}"
             )
         return Placement({call: held for call, held in self.held.items() if held}, self.layers, notes)
 
     def _streams(self) -> set[Any]:
-        """The sites of sums that are read by normalisations, or by other such sums, alone."""
+        """The sites of sums that stay in float: only normalisations, or other sums that stay in float, read them."""
         found, others, norms = set[Any](), set[Any](), self.target.floats_before
         for call in reversed(self.flow.calls) if norms else ():
             if call.function == "add":
@@ -315,7 +316,7 @@ class _Planner:
         return found
 
     def _readers(self, call: FunctionCall) -> list[FunctionCall]:
-        """What reads the result of a call, behind functions that keep its scale; none where it leaves the model."""
+        """The calls that read the result of a call, behind functions in `keeps`; none if the model returns it."""
         values = self.flow.reached(call.outputs, self.target.keeps)
         if any(value in self.flow.recording.outputs for value in values):
             return []
@@ -368,11 +369,11 @@ class _Planner:
         return False
 
     def _drop_after(self, quantized: set[int], through: frozenset[str]) -> None:
-        """Take quantizers away from operands and layers that read quantized values in all their calls.
+        """Remove the quantizers of operands and layers that read quantized values in all their calls.
 
         Args:
-            quantized: values whose results have a quantizer.
-            through: functions between a result and what reads it.
+            quantized: the values that have a quantizer.
+            through: the functions that may stand between a value and its reader.
         """
         self.quantized |= quantized
         new = self.new.setdefault(through, [*(self.quantized - quantized)])
@@ -392,7 +393,7 @@ class _Planner:
                     del self.held[first][name]
 
     def _share(self) -> None:
-        """Give all operands of a function such as `cat` one quantizer, shared with functions that join its result."""
+        """Give all operands of a function such as `cat` one quantizer; a function that joins its result shares it."""
         groups: dict[int, str] = {}  # of the results
         members: dict[str, list[tuple[FunctionCall, str]]] = {}
         for call in sorted(self.configs, key=lambda call: call.number):
@@ -439,7 +440,7 @@ class _Planner:
             self._drop_after(quantized, self.target.keeps if inside else having(Trait.IDENTITY))
 
     def _quantize_output(self, call: FunctionCall) -> bool:
-        """Give the result of a call the quantizer of its layer or its site; False where it stays in float."""
+        """Give the result of a call the quantizer of its layer or its site; returns False if it stays in float."""
         if self._is_unfit(value for same in self.same[call.site] for value in same.outputs[:1]):
             return False
         rule = self.given.get(call.owner or "")
@@ -455,7 +456,7 @@ class _Planner:
         return config is not None
 
     def _is_quantized_after(self, value: int) -> bool:
-        """Whether all functions that read a value get it quantized, by quantizers that an engine moves to the value."""
+        """Whether all readers of a value get it quantized, by quantizers that an engine moves back to the value."""
         moved = self.target.moved_back
         through = self.target.keeps if moved is None else moved
         waiting, seen = [value], {value}
@@ -498,8 +499,8 @@ def place(
     """The quantizers of functions and layers that a target wants, with the specifications of a configuration.
 
     Args:
-        config: of its rules without `layers` and `ops`, the last that matches a module is used for the functions that
-            the module calls.
+        config: the configuration; its last rule without `layers` and `ops` that matches a module is used for the
+            functions that the module calls.
     """
     names, rules = all_names(model), dict[str, Rule]()
     for rule in config.layer_rules:
@@ -521,7 +522,7 @@ def ends_in_product(model: nn.Module, layers: Mapping[Any, str], arguments: Argu
     """The layers whose `forward` returns the result of one linear function or convolution with their weight and bias.
 
     Args:
-        layers: with their paths; each has the attributes of the layer of torch from which it inherits.
+        layers: the layers with their paths; each has the attributes of the layer of torch from which it inherits.
     """
     with restore_after(structure_of([model])), evaluating(model), torch.no_grad():
         for layer in layers:
@@ -534,7 +535,7 @@ def ends_in_product(model: nn.Module, layers: Mapping[Any, str], arguments: Argu
 
 
 def own_forwards(config: Config, model: nn.Module) -> dict[str, Rule]:
-    """The rules for layers whose class overrides the `forward` of a class that has a quantized form, by path."""
+    """By path, the rules for layers whose class overrides the `forward` of a class that has a quantized form."""
     names = all_names(model)
     return {
         names[layer][0]: rule
@@ -558,10 +559,10 @@ def with_own_products(config: Config, own: Mapping[str, Rule], model: nn.Module,
 
 
 def _own_product(path: str, weight: int, recording: Recording) -> str | None:
-    """The function by which a layer multiplies with its weight, if its forward computes this one product in each call.
+    """The function that multiplies by a layer's weight, if `forward` computes only this product in each call.
 
     Args:
-        weight: the number of the value of its weight.
+        weight: the number of the weight's value.
     """
     products = [call for call in recording.calls_of.get(path, ()) if call.multiplications]
     if not len({call.visit for call in products}) == len(products) == recording.visits[path] > 0:
@@ -575,7 +576,7 @@ def _own_product(path: str, weight: int, recording: Recording) -> str | None:
 
 
 def _moved_from(value: int, recording: Recording) -> int:
-    """The value at the start of a chain of functions that only move values, as the weight behind its transpose."""
+    """The value at the start of a chain of functions that only move values, such as a weight before its transpose."""
     producer = recording.values[value].producer
     while producer is not None and has(recording.calls[producer].function, Trait.CODES):
         value = recording.calls[producer].inputs[0]

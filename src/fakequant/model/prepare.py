@@ -1,4 +1,4 @@
-"""From a float model to a prepared one: every layer that a rule takes becomes a quantized layer."""
+"""Turn a float model into a prepared model: every layer that a rule quantizes becomes a quantized layer."""
 
 from __future__ import annotations
 
@@ -68,34 +68,34 @@ def prepare(
     """Turn the layers of a model into quantized layers, in place.
 
     Layers change their class to a subclass (`nn.Linear` to `QuantLinear`): parameters, hooks, `state_dict` keys and
-    `isinstance` stay. Layers of the classes in `fakequant.nn.layers()` are quantized, and of subclasses that compute as
-    these do. Other subclasses may compute anything: with an example, the function that multiplies by their weight gets
-    the quantizers; else they stay in float until `fakequant.nn.quantizes` names their quantized form.
+    `isinstance` stay. Layers of the classes in `fakequant.nn.layers()` are quantized, and of subclasses that compute
+    alike. Other subclasses may compute anything: with an example, the function that multiplies by their weight gets the
+    quantizers; else they stay in float until `fakequant.nn.quantizes` names their quantized form.
 
-    Where weights stay in float for lack of a quantized form, a `CoverageWarning` says which and how many, in one line.
-    Rules that leave a layer in float end the warning for it.
+    If weights stay in float for lack of a quantized form, a `CoverageWarning` names and counts them, in one line. A
+    rule that leaves a layer in float ends the warning for it.
 
     Args:
         model: any module; it is changed and returned.
-        config: a preset such as `presets.INT8`, its name, or your own rules. Where an engine does not ask for fixed
-            ranges, "int8_per_token" loses less than "int8" in transformers, see docs/methods.md.
-        example: an input, a tuple or a dict of inputs; with it the model runs once, and the warning also says which
-            products stay in float (if the configuration quantizes inputs), as a share of all multiply-accumulates.
+        config: a preset such as `presets.INT8`, its name, or your own rules. If the engine does not need fixed ranges,
+            "int8_per_token" loses less than "int8" in transformers, see docs/methods.md.
+        example: an input, a tuple or a dict of inputs; with it the model runs once, and the warning also names the
+            products that stay in float (if the configuration quantizes inputs), as a share of all multiply-accumulates.
         inputs: which part of the example the model gets, as for `calibrate`.
         target: the engine that will run the model, by its name in `fakequant.known_engines()`, or a `fakequant.Engine`.
-            Where the engine computes otherwise than the configuration says, so does the prepared model, and a warning
-            says so. "onnxruntime", "tensorrt", "openvino", "qnn" and "xnnpack" need an example: they decide which
-            functions in the model's own `forward` and which layers get quantizers. A `fakequant.Target` decides nothing
-            but this. With None, layers get quantizers, the functions that rules name, and with an example the product
-            of a layer whose class has a `forward` of its own.
+            If the engine computes something else than the configuration, so does the prepared model, with a warning.
+            "onnxruntime", "tensorrt", "openvino", "qnn" and "xnnpack" need an example: they decide which layers, and
+            which functions in the model's own `forward`, get quantizers. A `fakequant.Target` decides only this. By
+            default quantizers are given to layers, to the functions that rules name, and with an example to the product
+            of a layer whose class overrides `forward`.
         skip: patterns of layers that stay in float, as ["head"] or ["*.norm"], and of calls of functions by the names
             in `summary`, as ["block._sites.add_0"].
         rules: other presets for some layers, by pattern, as {"body.*": "int4"}; they override `skip`.
 
     Raises:
-        ConfigError: a rule matches nothing, the model is already prepared, a layer cannot be quantized as its rule says
-            (names the layer), the target cannot load it (names the nearest preset), or the model fails on the example
-            (names the layer, and the shapes).
+        ConfigError: a rule matches nothing; the model is already prepared; a layer, which is named, cannot be quantized
+            by its rule; the target cannot load the model (the nearest preset is named); or the model fails on the
+            example (the layer and the shapes are named).
 
     The model is unchanged after any error or interrupt.
 
@@ -111,7 +111,8 @@ def prepare(
         raise ConfigError(f"prepare takes a model first, got {shown(model)}; write prepare(model, 'int8')")
     if found := quantizers(model):
         raise ConfigError(
-            f"the model is already prepared: it has {len(found)} quantizers, the first is {next(iter(found))}"
+            f"the model is already prepared: it has {len(found)} quantizers, the first is {next(iter(found))}; "
+            "build the model anew"
         )
     refuse_exported(model)
     by_name = isinstance(config, str) and not rules
@@ -128,7 +129,7 @@ def prepare(
             if module not in purposely and (held := _foreign_codes(module)) is not None:
                 raise ConfigError(
                     f"{module_name(path)} is quantized already, by another library: its {held}. Prepare the float "
-                    f"model, or leave the layer as it is by skip=[{path!r}]"
+                    f"model, or leave the layer unchanged by skip=[{path!r}]"
                 )
         own = {} if example is None or table is not None else own_forwards(config, model)
         run = _run_of(model, config, table, example, inputs, needed=bool(own))
@@ -190,7 +191,7 @@ def prepare(
 
 
 def refuse_exported(model: nn.Module) -> None:
-    """Raise for modules that torch.export made: they call operators of ATen where the model called layers."""
+    """Refuse modules that torch.export made: they call operators of ATen instead of layers."""
     unflatten = sys.modules.get("torch.export.unflatten")
     interpreted = () if unflatten is None else (unflatten.InterpreterModule, unflatten.UnflattenedModule)
     for path, module in model.named_modules():
@@ -220,7 +221,7 @@ def with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Con
     """A configuration with added rules: layers of `skip` stay in float, layers of `rules` get other presets.
 
     Raises:
-        ConfigError: `skip` or `rules` is of another type, or a preset is unknown.
+        ConfigError: `skip` or `rules` has a wrong type, or a preset is unknown.
     """
     if isinstance(skip, str):
         raise ConfigError(f"skip takes a list of patterns, got {skip!r}; write skip=[{skip!r}]")
@@ -252,18 +253,18 @@ _LAZY = "its parameters get their shapes in the first call; run the model once f
 def _run_of(
     model: nn.Module, config: Config, target: Target | None, example: Any, inputs: Inputs | None, *, needed: bool
 ) -> Run | None:
-    """A function that runs a model on the example; None if no run is needed. `needed` asks for a run in any case.
+    """A function that runs a model on the example; None if no run is needed. With `needed`, a run is always needed.
 
     Raises:
-        ConfigError: a run is needed and there is no example, or the model cannot run yet.
+        ConfigError: a run is needed, but there is no example or the model cannot run yet.
     """
     places = bool(config.site_rules) or target is not None
     if example is None and places:
         ops = listed([*dict.fromkeys(op for rule in config.site_rules for op in rule.ops)])
         why = f"rules speak of functions ({ops})" if target is None else f"the target {target.name} places quantizers"
         raise ConfigError(
-            f"{why}, and the functions of a model are found by a run of it; give prepare(..., example=) an input, a "
-            "tuple or a dict of inputs"
+            f"{why}, and a run of the model finds its functions; give prepare(..., example=) an input, a tuple or a "
+            "dict of inputs"
         )
     if example is None or not (needed or places or _quantizes_inputs(config)):
         return None
@@ -280,7 +281,7 @@ def _quantizes_inputs(config: Config) -> bool:
 
 
 def quantize_layer(layer: nn.Module, rule: Rule, name: str) -> None:
-    """Turn one float layer into its quantized form as a rule says; nothing happens if the rule leaves it in float."""
+    """Turn a float layer into the quantized form of a rule; nothing happens if the rule leaves the layer in float."""
     attach(layer, configs_of(_quantized(layer), layer, rule), name)
     if isinstance(layer, QuantizedLayer):
         layer.execution, layer.gradient = rule.execution, rule.gradient
@@ -293,14 +294,14 @@ def _quantized(layer: nn.Module) -> type[QuantizedLayer]:
 
 
 def configs_of(quantized: type[QuantizedLayer], layer: nn.Module, rule: Rule) -> dict[str, TensorConfig]:
-    """The configurations of a layer's quantizers by attribute, with a rule's axes mapped to those of its tensors."""
+    """By the name of the attribute for a quantizer of a layer, the configuration that a rule gives its tensor."""
     configs = {attribute: _placed(rule, operand) for attribute, operand in quantized.operands(layer).items()}
     left = _too_small(quantized, layer, rule)
     return {name: config for name, config in configs.items() if config is not None and name not in left}
 
 
 def _too_small(quantized: type[QuantizedLayer], layer: nn.Module, rule: Rule) -> list[str]:
-    """The weight quantizers that a rule without inputs leaves out: codes and scales would take more than floats."""
+    """The weight quantizers that a weight-only rule omits because codes and scales would take more room than floats."""
     if rule.input is not None:
         return []
     found = []
@@ -365,7 +366,7 @@ def attach(layer: nn.Module, configs: dict[str, TensorConfig], name: str) -> Non
 def quantizers_of(
     quantized: type[QuantizedLayer], layer: nn.Module, configs: dict[str, TensorConfig], name: str
 ) -> dict[str, Quantizer | None]:
-    """New quantizers of a layer by attribute; None where there is no configuration."""
+    """New quantizers of a layer by attribute; None for an attribute without a configuration."""
     operands = quantized.operands(layer)
     made: dict[str, Quantizer | None] = dict.fromkeys(operands)
     for attribute, config in configs.items():
@@ -378,11 +379,11 @@ def quantizers_of(
 
 
 PEAK = 44.0
-"""The ratio of an input's largest magnitude to its root mean square from which 8 bits leave less than 20 dB, by uniform
-noise of a step of peak / 127. MiniLM-L6 has 89, and keeps 15 dB of its output by `int8`, 23 by `int8_per_token`; a ViT,
-a byte transformer, Fracast-0, CREPE and a perceptron have at most 24, and keep 34 and more."""
+"""From this ratio of an input's largest magnitude to its root mean square on, 8 bits give less than 20 dB, by the
+noise of a step of peak / 127. MiniLM-L6 has 89, and its output has 15 dB by `int8`, 23 dB by `int8_per_token`; a ViT,
+a byte transformer, Fracast-0, CREPE and a perceptron have at most 24, and their outputs 34 dB and more."""
 _FEWER = 2.0
-"""The ratio of the largest value to the root mean square of tokens' largest from which scales per token gain 6 dB."""
+"""From this ratio of the largest value to the root mean square of tokens' largest on, scales per token gain 6 dB."""
 
 
 class Peaks:
@@ -437,7 +438,7 @@ fixed scale of 8 bits loses much there, and "int8_per_token" loses less where th
 
     @property
     def notes(self) -> list[str]:
-        """A line on the inputs with outliers, in a list, which is empty where there are none."""
+        """A list with a line on the inputs with outliers; empty if no input has outliers."""
         if not self._found:
             return []
         worst = max(self._found, key=self._found.__getitem__)

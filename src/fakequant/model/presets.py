@@ -1,13 +1,13 @@
-"""Configurations that most people start from.
+"""Configurations to start from.
 
 Weights are quantized per output channel, activations per tensor unless the name says otherwise. Blocks lie along the
 axis that the layer's product sums over; a last block may be smaller. Max pooling stays in float: it only picks values
 that the next quantizer sees anyway.
 
-Presets of 4-bit weights with activations in float keep the tables of embeddings at 8 bits, one scale per row, and with
-them layers that share such a table: no sum evens out the errors of a row. The table of a sentence encoder, quantized
-alone, left a cosine of 0.99702 to the float embeddings at 4 bits, and 0.99999 at 8 bits. Presets of MLX give tables the
-layout of other weights, as mlx-lm does.
+Presets of 4-bit weights with activations in float have 8 bits for tables of embeddings, one scale per row, and for
+layers that share a table: no sum evens out the errors of a row. With only the table of a sentence encoder quantized,
+the cosine to the float embeddings was 0.99702 at 4 bits, and 0.99999 at 8 bits. Presets of MLX give tables the layout
+of other weights, as mlx-lm does.
 
 Sources: OCP Microscaling Formats 1.0, table 1 and section 6.3 (MX); NVIDIA TensorRT Model Optimizer (NVFP4);
 DeepSeek-V3, arXiv 2412.19437, section 3.3.2 (FP8 tiles); QLoRA, arXiv 2305.14314, section 3 (NF4); llama.cpp (GGUF);
@@ -39,12 +39,12 @@ def _preset(
 
 
 def _four_bits(name: str, weight: str) -> Config:
-    """Weights of 4 bits and activations in float; tables of embeddings have 8 bits."""
+    """A configuration with weights of 4 bits and activations in float; tables of embeddings have 8 bits."""
     return Config(name, (Rule("*", weight=TensorConfig(weight)), _TABLES_AT_8_BITS, _MAX_POOLING_IN_FLOAT))
 
 
 def _mx(name: str, format: str) -> Config:
-    """Blocks of 32 with power-of-two scales, for weights and activations; the scales of activations are dynamic."""
+    """A configuration with blocks of 32 and power-of-two scales; the scales of activations are dynamic."""
     spec = f"{format} per_block(-1:32,pad) scale=float8_e8m0fnu:floor"
     return _preset(name, weight=spec, input=spec, dynamic=True)
 
@@ -52,10 +52,10 @@ def _mx(name: str, format: str) -> Config:
 _NVFP4 = "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor"
 
 INT8 = _preset("INT8", weight="int8 per_channel(0)", input="int8")
-"""W8A8, symmetric: what TensorRT and most engines run."""
+"""W8A8, symmetric, which TensorRT and most engines run."""
 
 INT8_AFFINE = _preset("INT8_AFFINE", weight="int8 per_channel(0)", input="uint8")
-"""W8A8 with asymmetric activations: what ONNX Runtime's and mobile CPUs' kernels run."""
+"""W8A8 with asymmetric activations, which the kernels of ONNX Runtime and of mobile CPUs run."""
 
 INT8_PER_TOKEN = _preset("INT8_PER_TOKEN", weight="int8 per_channel(0)", input="int8 per_token", dynamic=True)
 """W8A8 with a dynamic range for every token: needs no calibration."""
@@ -96,7 +96,7 @@ MXFP6_E3M2 = _mx("MXFP6_E3M2", "float6_e3m2fn")
 """W6A6 in OCP MXFP6 with E3M2 elements: more range, less precision."""
 
 MXFP6 = MXFP6_E2M3
-"""The MXFP6 with more precision."""
+"""MXFP6 with more precision, the same as MXFP6_E2M3."""
 
 MXFP4 = _mx("MXFP4", "float4_e2m1fn")
 """W4A4 in OCP MXFP4: needs fine-tuning."""
@@ -107,7 +107,7 @@ MXINT8 = _mx("MXINT8", "int8_narrow")
 """W8A8 in OCP MXINT8."""
 
 NVFP4 = _preset("NVFP4", weight=_NVFP4, input=_NVFP4, dynamic=True)
-"""W4A4 in NVFP4: FP4 in blocks of 16 under E4M3 scales under a float32 scale of the tensor; needs fine-tuning."""
+"""W4A4 in NVFP4: FP4 in blocks of 16 with E4M3 scales, times a float32 scale of the tensor; needs fine-tuning."""
 
 NVFP4_WEIGHT_ONLY = _four_bits("NVFP4_WEIGHT_ONLY", _NVFP4)
 """W4 in NVFP4: activations stay in float, embeddings have 8 bits."""
@@ -115,7 +115,7 @@ NVFP4_WEIGHT_ONLY = _four_bits("NVFP4_WEIGHT_ONLY", _NVFP4)
 FP8_TRAINING = _preset(
     "FP8_TRAINING", weight="float8_e4m3fn", input="float8_e4m3fn", dynamic=True, gradient=GradientConfig("float8_e5m2")
 )
-"""Training in FP8, a dynamic range per tensor: gradients in E5M2, all others in E4M3, as in Transformer Engine."""
+"""Training in FP8, a dynamic range per tensor: gradients in E5M2, other tensors in E4M3, as in Transformer Engine."""
 
 _MXFP8_CEIL = "float8_e4m3fn per_block(-1:32,pad) scale=float8_e8m0fnu:ceil"
 MXFP8_TRAINING = _preset(
@@ -125,7 +125,7 @@ MXFP8_TRAINING = _preset(
     dynamic=True,
     gradient=GradientConfig(_MXFP8_CEIL, input=_MXFP8_CEIL, weight=_MXFP8_CEIL),
 )
-"""Training in MXFP8: E4M3 for every operand of the three products: NVIDIA, arXiv 2506.08027."""
+"""Training in MXFP8: the forward product and both backward products multiply E4M3; NVIDIA, arXiv 2506.08027."""
 
 _MXFP4_CEIL = "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:ceil"
 MXFP4_TRAINING = _preset(
@@ -135,7 +135,7 @@ MXFP4_TRAINING = _preset(
     dynamic=True,
     gradient=GradientConfig(*[f"{_MXFP4_CEIL} stochastic"] * 3, hadamard=32),
 )
-"""Training in MXFP4: all operands of backward products are rotated and rounded stochastically: arXiv 2502.20586."""
+"""Training in MXFP4: both factors of backward products are rotated and rounded stochastically; arXiv 2502.20586."""
 
 NVFP4_TRAINING = _preset(
     "NVFP4_TRAINING",
@@ -144,8 +144,9 @@ NVFP4_TRAINING = _preset(
     dynamic=True,
     gradient=GradientConfig(f"{_NVFP4} stochastic", input=_NVFP4, hadamard=16),
 )
-"""Training in NVFP4: weights in squares of 16, for forward and backward products; gradients rounded stochastically;
-both operands of the weight's gradient rotated; arXiv 2509.25149. There the last layers stay in bfloat16: see `skip`."""
+"""Training in NVFP4 (arXiv 2509.25149). Weights are quantized in squares of 16, for forward and backward products;
+gradients are rounded stochastically; both factors of the weight's gradient are rotated. In the paper the last layers
+stay in bfloat16: use `skip`."""
 
 INT4_GROUP32 = _four_bits("INT4_GROUP32", "int4 per_block(-1:32,pad)")
 """W4 in groups of 32 inputs: activations stay in float, embeddings have 8 bits."""
@@ -160,12 +161,12 @@ NF4_WEIGHT_ONLY = _four_bits("NF4_WEIGHT_ONLY", "nf4 per_block(-1:64,pad)")
 """W4 in NF4, blocks of 64: activations stay in float, embeddings have 8 bits."""
 
 W8A8_DYNAMIC = _preset("W8A8_DYNAMIC", weight="int8 per_channel(0)", input="int8 per_token reciprocal", dynamic=True)
-"""W8A8 as vLLM computes it on CPUs, to the code: scale amax / 127 of every token, code rint(x * (1 / scale))."""
+"""W8A8 with the codes of vLLM on CPUs: scale amax / 127 of every token, code rint(x * (1 / scale))."""
 
 W8A8_TRANSFORMERS = _preset(
     "W8A8_TRANSFORMERS", weight="int8 per_channel(0)", input="int8 per_token scale=float32:half_range", dynamic=True
 )
-"""W8A8 as transformers computes the same files by compressed-tensors: scale amax / 127.5 of every token."""
+"""W8A8 with the codes of transformers for the same files of compressed-tensors: scale amax / 127.5 of every token."""
 
 W4A8_EXECUTORCH = _preset(
     "W4A8_EXECUTORCH",
@@ -179,14 +180,14 @@ NVFP4_FOUR_OVER_SIX = _four_bits("NVFP4_FOUR_OVER_SIX", _NVFP4.replace("@", ":fo
 """W4 in NVFP4 with 4 or 6 for the largest value of a block: activations stay in float, embeddings have 8 bits."""
 
 BITNET = _preset("BITNET", weight="int2_narrow per_tensor scale=float32:mean", input="int8 per_token", dynamic=True)
-"""Weights of -1, 0 and 1 under their mean magnitude, activations of 8 bits per token: BitNet b1.58; train with it."""
+"""BitNet b1.58: weights -1, 0 and 1 times their mean magnitude, activations of 8 bits per token; train with it."""
 
 # GGUF's types for weights, activations in float, embeddings in Q8_0. A file holds rows of whole blocks only.
 _GGUF_Q8_0 = "int8 per_block(-1:32,pad) scale=float16"
 
 
 def _gguf(name: str, weight: str) -> Config:
-    """The configuration of a GGUF type: weights as specified, embeddings in Q8_0, activations in float."""
+    """The configuration of a GGUF type: `weight` for weights, Q8_0 for embeddings, floats for activations."""
     tables = replace(TABLES, weight=TensorConfig(_GGUF_Q8_0))
     return Config(f"GGUF_{name}", (Rule("*", weight=TensorConfig(weight)), tables, _MAX_POOLING_IN_FLOAT))
 
@@ -223,9 +224,9 @@ GGUF_IQ4_XS = _k_quant("IQ4_XS", "iq4_nl", 32, "int6")
 GGUF_TQ1_0 = _gguf("TQ1_0", "int2_narrow per_block(-1:256,pad) scale=float16")
 """1.6875 bits per weight in a file: -1, 0 and 1 in blocks of 256; train with it."""
 GGUF_TQ2_0 = _gguf("TQ2_0", "int2_narrow per_block(-1:256,pad) scale=float16")
-"""2.0625 bits per weight: the values of TQ1_0."""
+"""2.0625 bits per weight: the same values as TQ1_0."""
 GGUF_MXFP4 = _gguf("MXFP4", "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor")
-"""4.25 bits per weight: FP4 in blocks of 32 under powers of two."""
+"""4.25 bits per weight: FP4 in blocks of 32 with power-of-two scales."""
 
 # Layouts of MLX for weights and embeddings alike, as mlx_lm.convert has them; activations in float. Scales and offsets
 # are numbers of bfloat16, which files of any dtype hold.
@@ -243,31 +244,31 @@ MLX_6BIT = _mlx("6BIT", "uint6 per_block(-1:64,pad) scale=bfloat16 offset=bfloat
 MLX_8BIT = _mlx("8BIT", "uint8 per_block(-1:64,pad) scale=bfloat16 offset=bfloat16")
 """8.5 bits per weight: 8-bit codes in groups of 64 with an offset."""
 MLX_MXFP4 = _mlx("MXFP4", "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor")
-"""4.25 bits per weight: FP4 in groups of 32 under powers of two."""
+"""4.25 bits per weight: FP4 in groups of 32 with power-of-two scales."""
 MLX_NVFP4 = _mlx("NVFP4", "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn")
-"""4.5 bits per weight: FP4 in groups of 16 under E4M3 scales, without a scale of the tensor."""
+"""4.5 bits per weight: FP4 in groups of 16 with E4M3 scales, without a scale of the tensor."""
 
 
 LLAMA_CPP_INPUTS = {
     32: TensorConfig("int8_narrow per_block(-1:32,pad) q8_0", dynamic=True),
     256: TensorConfig("int8_narrow per_block(-1:256,pad) q8_k", dynamic=True),
 }
-"""How llama.cpp quantizes the inputs of products, by the size of the blocks of the weight's type."""
+"""By the size of the blocks of a weight's type, how llama.cpp quantizes the inputs of products."""
 LLAMA_CPP_CACHE = Rule(
     "*attn*", input=TensorConfig("float16 per_tensor scale=float8_e8m0fnu", dynamic=True), ops=("attention", "matmul")
 )
-"""llama.cpp's default cache, and its products with the cached keys and values: both factors are rounded to float16.
+"""A rule for llama.cpp's default cache: both factors of products with cached keys and values are rounded to float16.
 
-Add it by `with_rule`, and give `prepare` an example. Models of transformers compute these products as functions with
-`attn_implementation="eager"`; otherwise queries, keys and values alone are rounded.
+Add the rule by `with_rule`, and give `prepare` an example. With `attn_implementation="eager"`, models of transformers
+compute these products as functions; otherwise only queries, keys and values are rounded.
 """
 
 
 def presets() -> dict[str, Config]:
     """All presets that suit any model, by name.
 
-    `GGUF_Q4_K_M` and others are the mixtures of `fakequant.delivery.mixture`. With `_A8` behind its name, a GGUF preset
-    also quantizes the inputs of products as llama.cpp does.
+    `GGUF_Q4_K_M` and others are mixtures of `fakequant.delivery.mixture`. A GGUF preset whose name ends in `_A8` also
+    quantizes the inputs of products as llama.cpp does.
 
     >>> sorted(presets())[:3]
     ['BITNET', 'FP8', 'FP8_BLOCK']

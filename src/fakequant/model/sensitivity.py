@@ -1,4 +1,4 @@
-"""Which layer hurts: signal-to-noise ratio of every quantizer, and the effect of every layer on the model."""
+"""Find the layers that hurt: signal-to-noise ratios of quantizers, and the effect of every layer on the model."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class _RecordedCall(NamedTuple):
     inputs: tuple[Tensor, ...]
     output: Tensor
     versions: list[int]
-    """The versions of inputs and output: operations in place may have written to them since."""
+    """The versions of inputs and output, which show whether an operation in place wrote to them since."""
 
 
 class ReusedOutputs:
-    """Records the module calls of a float pass; in later passes, modules with the same inputs return these outputs.
+    """Records the module calls of a float pass; later, modules with the same inputs return the recorded outputs.
 
     Only modules of torch and their quantized forms take part, because they compute the same from the same inputs. All
     inputs and outputs of the recorded pass stay in memory.
@@ -60,7 +60,7 @@ class ReusedOutputs:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """A context in which a pass through the model is recorded, in place of an earlier recording."""
+        """A context in which a pass through the model is recorded, which replaces an earlier recording."""
         self._calls, self._recording = {module: [] for module in self._modules}, True
         try:
             with self._watching():
@@ -128,17 +128,17 @@ def layer_sqnr(
     """The signal-to-quantization-noise ratio in dB of every quantizer on the tensors that it quantizes, by name.
 
     If a batch calls a quantizer several times, as in a head shared by the levels of a pyramid, noise / signal is
-    computed for each of these calls, and the mean of these numbers is given in dB.
+    computed for each call, and the result is the mean of these ratios in dB.
 
-    Under the arithmetic of an engine, see `set_execution`, the noise is that of the codes that the engine stores.
-    Layers that multiply integers are simulated.
+    If `set_execution` has set an engine, the noise is that of the codes that the engine stores. Layers that multiply
+    integers are simulated.
 
     Args:
         model: a calibrated model.
         batches, inputs, forward: as for `calibrate`.
 
     Raises:
-        ConfigError: the model has no quantizers, there was no batch, or the batches are one tensor.
+        ConfigError: the model has no quantizers, there was no batch, or `batches` is a tensor.
         CalibrationError: the model failed on a batch.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
@@ -169,15 +169,16 @@ def layer_sqnr(
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The effect of quantizing one layer alone, or of one quantizer.
+    """The effect of one layer, or one quantizer, when only it is quantized.
 
     Attributes:
-        layer: its path.
+        layer: the path of the layer or quantizer.
         value: the metric with only this layer quantized, larger is better: by default dB of signal to quantization
-            noise at the model's output, inf where the output does not change. Of several outputs, the noise of each is
+            noise at the model's output, inf if the output does not change. With several outputs, the noise of each is
             divided by its energy, and the mean is taken.
         change: `value` minus the metric of the float model; by the default metric the same number as `value`.
-        output: of several outputs the one with the most noise, "scores" for example; "" for one output or a metric.
+        output: if there are several outputs, the one with the most noise, such as "scores"; "" for one output or a
+            metric.
         worst: dB of that output; None if `output` is "".
     """
 
@@ -189,7 +190,7 @@ class Sensitivity:
 
 
 _SEVERAL, _COSTS = 3, 20.0
-"""The least number of layers that are compared, and the dB below which a layer costs much."""
+"""A layer is named only among at least so many layers, and only below so many dB."""
 
 
 class Sensitivities(list[Sensitivity]):
@@ -197,7 +198,7 @@ class Sensitivities(list[Sensitivity]):
 
     Attributes:
         in_decibels: whether the values are dB of signal to quantization noise, the default metric.
-        each: what was quantized alone, "layer" or "quantizer".
+        each: "layer" or "quantizer", whichever was quantized alone.
     """
 
     in_decibels: bool = True
@@ -205,9 +206,9 @@ class Sensitivities(list[Sensitivity]):
 
     @property
     def line(self) -> str:
-        """A line on the layer that costs more than all others together, and how to leave it in float; "" if none does.
+        """A line on the layer that costs more than all others together, and how to leave it in float; "" without one.
 
-        Only for a layer below 20 dB, whose error has 1 % of the output's energy.
+        The layer must be below 20 dB: its error has 1 % of the output's energy.
         """
         if not self.in_decibels or len(self) < _SEVERAL or self[0].value >= _COSTS:
             return ""
@@ -259,25 +260,26 @@ def sensitivity(
 
     `each="quantizer"` measures each quantizer alone, to find which of the tensors of a layer, such as an LSTM, hurts.
 
-    The quantized layer computes as `set_execution` says, also by the arithmetic of an engine. By the default metric,
-    modules whose inputs are as in the float pass are not run again: all activations of a batch stay in memory.
+    The quantized layer computes as `set_execution` says, also with the arithmetic of an engine. With the default
+    metric, modules whose inputs equal those of the float pass do not run again: all activations of a batch stay in
+    memory.
 
     Args:
         model: a calibrated model.
-        batches, inputs, forward: as for `calibrate`, passed over once. May be empty with a metric, which does not see
-            them.
+        batches, inputs, forward: as for `calibrate`; the batches run once. They may be empty with a metric, which does
+            not use them.
         metric: called as metric(model), larger is better; by default the ratio of signal to quantization noise in dB
             of the model's outputs, against the float model's. All outputs count alike.
         each: "layer", or "quantizer" to measure each quantizer alone.
 
     Returns:
         A list that prints as a table: for every quantized layer the metric with only that layer quantized (`value`),
-        and its difference from that of the float model (`change`; by the default metric the same number). Where one
-        costs more than all others together, a line under it says what leaves it in float.
+        and its difference from the metric of the float model (`change`; by the default metric the same number). If a
+        layer costs more than all others together, a line under the table says how to leave it in float.
 
     Raises:
-        ConfigError: `each` is unknown, the model has no quantized layers, the batches are one tensor, or, by the
-            default metric, there was no batch or the model's output holds no float tensor.
+        ConfigError: `each` is unknown; the model has no quantized layers; `batches` is a tensor; or, with the default
+            metric, there was no batch or the model's output holds no float tensor.
         CalibrationError: the model failed on a batch.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), presets.INT8.with_rule(Rule("1")))
@@ -353,8 +355,8 @@ def _output_distances(model: nn.Module, batches: Batches, held: dict[str, list[Q
         raise ConfigError(_NO_BATCHES)
     if not measured:
         raise ConfigError(
-            "the model's float outputs are empty: the batches hold no rows, or the model found nothing in them, as a "
-            "detector may; give other batches, or metric="
+            "the model's float outputs are empty: the batches hold no rows, or the model, such as a detector, found "
+            "nothing in them; give other batches, or metric="
         )
     return distances
 

@@ -1,7 +1,10 @@
-"""Which calls of functions in a model get quantizers: the plan, made from a recorded run, and carried out in place.
+"""Which calls of functions in a model get quantizers: a plan, made from a recorded run, and put into the model.
 
-In training mode a module may call other functions than in eval mode. A call is the same in both modes if it stands at
-the same place in the code and comes as often. Other calls stay in float in training mode: they are no part of the model
+A site is a call of a function, such as + or @, that has quantizers. Its owner is the module whose `forward` makes the
+call, and its operands are the float tensors that the function takes.
+
+In training mode a module may call other functions than in eval mode. A call is the same in both modes if it is at the
+same place in the code and comes as often. Other calls stay in float in training mode: they are no part of the model
 that runs later, and no scale of another call would fit them.
 """
 
@@ -40,10 +43,10 @@ class SiteQuantizer:
     """One quantizer of a site.
 
     Attributes:
-        tensor: how it quantizes.
-        kind: whether the operand is computed from the model's input, or from parameters alone.
-        group: the path of the quantizer that several operands share; None for a quantizer of this operand alone.
-        fixed: scale and zero point that neither calibration nor training changes; None where calibration finds them.
+        tensor: the specification, and whether the range is dynamic.
+        kind: whether the operand is computed from the model's input, or from parameters only.
+        group: the path of the quantizer that several operands share; None for a quantizer of a single operand.
+        fixed: scale and zero point that neither calibration nor training changes; None if calibration finds them.
     """
 
     tensor: TensorConfig
@@ -67,8 +70,8 @@ class PlannedSite:
         function: the canonical name of the function.
         index: how many calls of the function come before in the same `forward`.
         operands: the arguments that are float tensors.
-        quantizers: by operand.
-        weights: the operands that are parameters which this call alone reads, with their paths in the owner.
+        quantizers: the quantizers by operand.
+        weights: the paths in the owner of operands that are parameters which only this call reads, by operand.
         gradient: how the products of its backward pass are quantized; None leaves them in float.
     """
 
@@ -96,10 +99,10 @@ class SitePlan:
     """The sites of a model; prints as a table.
 
     Attributes:
-        sites: in the order of the run.
-        steps: for every owner the functions that have sites in it, in the order of all their calls in one `forward`.
-        shielded: the modules that owners call; calls of functions inside these are not the owner's.
-        training_keys: the keys of the calls in training mode, for owners that call other functions there: see `Sites`.
+        sites: the sites in the order of the run.
+        steps: by owner, the functions that have sites in it, in the order of all their calls in one `forward`.
+        shielded: the modules that owners call; calls of functions inside of them are not the owner's.
+        training_keys: by owner that calls other functions in training mode, the keys of these calls: see `Sites`.
     """
 
     sites: tuple[PlannedSite, ...] = ()
@@ -127,7 +130,7 @@ def site_path(owner: str, key: str) -> str:
 
 
 Placed = Mapping[FunctionCall, dict[str, SiteQuantizer]]
-"""Quantizers by operand, for calls of a recorded run; the first call of a site stands for those of later visits."""
+"""The quantizers by operand, by call of a recorded run; a site's first call stands for later visits of its owner."""
 
 
 def path_of(call: FunctionCall) -> str:
@@ -136,15 +139,16 @@ def path_of(call: FunctionCall) -> str:
 
 
 def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: Placed | None = None) -> SitePlan:
-    """The plan of sites: by the rules of a configuration, and for calls that no rule matches, by a target.
+    """The plan of sites by the rules of a configuration, and for calls that no rule matches, by a target.
 
-    A module that calls functions in another order in another call gets no sites, and a `CoverageWarning` says so.
+    A module that calls functions in different orders in two calls gets no sites, with a `CoverageWarning`.
 
     Args:
         placed: the quantizers that a target places; None without a target.
 
     Raises:
-        ConfigError: a rule matches no call, or a module with sites has a `forward` of its own, such as a hook's.
+        ConfigError: a rule matches no call, or the `forward` of a module with sites was replaced, for example by a
+            hook.
     """
     modules, parameters = dict(model.named_modules()), list(model.parameters())  # a recording numbers these first
     found = candidates(model, recording)
@@ -188,7 +192,7 @@ def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: P
 
 
 def rules_of_sites(model: nn.Module, config: Config, found: Iterable[FunctionCall]) -> dict[FunctionCall, Rule]:
-    """The rule for each call that a rule with `ops` matches; of several rules the last one.
+    """The rule for each call that rules with `ops` match; the last of several rules.
 
     Raises:
         ConfigError: a rule matches no call.
@@ -211,9 +215,9 @@ def rules_of_sites(model: nn.Module, config: Config, found: Iterable[FunctionCal
 
 
 def candidates(model: nn.Module, recording: Recording) -> list[FunctionCall]:
-    """The calls that could be sites; a call that comes in several visits is listed once, by the first visit.
+    """The calls that could be sites; of a call in several visits of its owner, only the first.
 
-    They have enough float tensors, the same in all visits, and are outside of layers that have a quantized form.
+    The calls have enough float tensors, the same in all visits, and are outside of layers that have a quantized form.
     """
     owners = {
         path
@@ -230,7 +234,7 @@ def candidates(model: nn.Module, recording: Recording) -> list[FunctionCall]:
 
 
 def operand_of(call: FunctionCall, name: str) -> SiteOperand:
-    """An operand as the table of functions or an equation describes it; a plain `SiteOperand` for tensors of a list."""
+    """An operand by the table of functions, or by an equation; a plain `SiteOperand` for tensors of a list."""
     known = {operand.name: operand for operand in SITE_FUNCTIONS[call.function].operands}
     if call.equation:
         return einsum_operand(call.equation, name, [*known].index(name) if name in known else None)
@@ -256,13 +260,13 @@ def operand_quantizer(recording: Recording, call: FunctionCall, name: str, rule:
 
 
 def _warn_orders(owner: str, steps: tuple[str, ...], other: tuple[str, ...], visits: int, mode: str = "") -> None:
-    """Say that an owner calls the functions of its sites in another order when it is called again."""
+    """Warn that an owner calls the functions of its sites in another order when it is called again."""
     ops = ", ".join(repr(name) for name in sorted({*steps, *other}))
     warn_user(
         f"{module_name(owner)} is called {visits} times{mode} and calls functions in different orders, so that "
-        f"their quantizers could not be told apart: {', '.join(steps) or 'none'}; {', '.join(other) or 'none'}. They "
-        "are left in float. Move the branch or the loop into a module of its own; "
-        f"Rule({owner!r}, ops=({ops},)) says that it is meant",
+        f"their quantizers could not be told apart: {', '.join(steps) or 'none'}; {', '.join(other) or 'none'}. These "
+        "functions are left in float. Move the branch or the loop into another module; "
+        f"Rule({owner!r}, ops=({ops},)) ends this warning",
         CoverageWarning,
     )
 
@@ -337,7 +341,7 @@ def _made(planned: SiteQuantizer, path: str, shared: dict[str, Quantizer], devic
 
 @accepts_wrapped_model
 def site_plan(model: nn.Module) -> SitePlan:
-    """The functions of a prepared model that have quantizers, as a plan that prints.
+    """The functions of a prepared model that have quantizers, as a plan that prints as a table.
 
     >>> class Residual(nn.Module):
     ...     def forward(self, x):
@@ -378,10 +382,9 @@ _NAMED = 3
 def with_training(
     model: nn.Module, plan: SitePlan, recording: Recording, run: Callable[[], object]
 ) -> tuple[SitePlan, list[str]]:
-    """A plan with the calls of training mode, and in a list a line for the user, if they differ from eval mode.
+    """A plan with the calls of training mode; and if they differ from eval mode, a list with a line for the user.
 
-    A model that cannot run in training mode with the example, because it wants labels there, keeps the plan of eval
-    mode.
+    A model that cannot run in training mode with the example, for lack of labels, keeps the plan of eval mode.
     """
     if not plan.steps:
         return plan, []
@@ -421,9 +424,9 @@ def with_training(
 
 
 def _keys(plan: SitePlan, owner: str, recording: Recording, trained: Recording) -> tuple[str, ...] | None:
-    """The keys of an owner's calls in training mode; as in eval mode where training mode does not call the owner.
+    """The keys of an owner's calls in training mode; the keys of eval mode if training mode does not call the owner.
 
-    None, with a warning, if its calls have different sequences of functions.
+    The result is None, with a warning, if two calls of the owner call functions in different orders.
     """
     usual = site_keys(plan.steps[owner])
     counted = set(plan.steps[owner])
@@ -447,7 +450,7 @@ def _keys(plan: SitePlan, owner: str, recording: Recording, trained: Recording) 
 
 
 def _by_place(calls: Sequence[FunctionCall], names: Sequence[Any]) -> dict[Any, list[Any]]:
-    """Names of calls by function and place in the code."""
+    """By function and place in the code, the names of calls."""
     places: dict[Any, list[Any]] = {}
     for call, name in zip(calls, names, strict=True):
         places.setdefault((call.function, call.where), []).append(name)

@@ -1,4 +1,4 @@
-"""Which layers of a prepared model are quantized, which stay in float, and why; and modules that are easily lost."""
+"""Which layers of a prepared model are quantized, which stay in float, and why; and modules in plain containers."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Operation:
     """One operation of a model that computes on float tensors.
 
     Attributes:
-        module: path of the module that calls it, "" for the model itself.
-        name: the operation, as torch names it.
+        module: the path of the module that calls it, "" for the model itself.
+        name: torch's name of the operation.
         is_product: whether quantized hardware would compute it (convolutions, matrix products, attention, recurrence).
-        float_inputs: how many of its float tensor inputs reach it unquantized.
-        inputs: how many float tensor inputs it has.
-        multiplications: the multiply-accumulates of a product; 0 where its sizes depend on data, and for tables, which
+        float_inputs: the number of its float tensor inputs that are not quantized.
+        inputs: the number of its float tensor inputs.
+        multiplications: the multiply-accumulates of a product; 0 if its sizes depend on data, and for tables, which
             are only read.
     """
 
@@ -74,9 +74,9 @@ class Left(NamedTuple):
     modules: dict[type[nn.Module], int]
     """The number of modules of each class, the classes with most parameters first."""
     parameters: float
-    """The share of these modules in the model's parameters."""
+    """The share of the modules in float in the model's parameters."""
     products: dict[str, float]
-    """The share of operations outside of quantized layers in the model's multiply-accumulates, the largest first."""
+    """The shares of operations outside of quantized layers in the model's multiply-accumulates, the largest first."""
 
     def __str__(self) -> str:
         parts = []
@@ -109,13 +109,13 @@ def left_in_float(
     products: Sequence[Operation] = (),
     computed: Collection[nn.Parameter] = (),
 ) -> Left | None:
-    """The modules and products of a prepared model that could be quantized and are not; None if there are none.
+    """The modules and products of a prepared model that could be quantized but are not; None if there are none.
 
-    Layers with a quantized form that no rule takes are in float on purpose, too.
+    Layers with a quantized form that no rule matches also count as left in float on purpose.
 
     Args:
-        purposely: modules that a rule leaves in float.
-        computed: parameters from which quantized weights are computed.
+        purposely: the modules that a rule leaves in float.
+        computed: the parameters from which quantized weights are computed.
     """
     decided = {m for m in model.modules() if isinstance(m, QuantizedLayer) or quantized_class(m) is not None}
     meant = purposely | {part for module in decided for part in module.modules()}
@@ -151,10 +151,10 @@ def left_in_float(
 
 
 def scripted(model: nn.Module, purposely: set[nn.Module]) -> str | None:
-    """A line on modules of torch.jit, whose products no run shows; None if there are none.
+    """A line on modules of torch.jit, whose products no run shows; None if the model has none.
 
     Args:
-        purposely: modules that a rule leaves in float.
+        purposely: the modules that a rule leaves in float.
     """
     found: list[str] = []
     for path, module in model.named_modules():
@@ -211,7 +211,7 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
 
 
 def record_example(model: nn.Module, example: Any, inputs: Inputs | None = None) -> Recording:
-    """The recording of a run of a model; arguments and errors are those of `operations`."""
+    """The recording of a run of a model; arguments and errors are as for `operations`."""
     refuse_sharded(model, "look into", offloading=False)
     arguments = example_arguments(example, inputs)
     return record(model, lambda: arguments.run(model))
@@ -254,14 +254,14 @@ def operations_of(recording: Recording) -> list[Operation]:
 def unquantized(
     model: nn.Module, example: Any, *, products_only: bool = False, inputs: Inputs | None = None
 ) -> list[Operation]:
-    """The operations that see at least one unquantized float input: what `prepare` left in float.
+    """The operations with at least one float input that is not quantized: `prepare` left them in float.
 
-    The model runs once with the example. A warning names modules of torch.jit, into which no run can look.
+    The model runs once with the example. A warning names modules of torch.jit, whose operations no run shows.
 
     Args:
         model: a prepared model.
         example: an input, a tuple of inputs, or a dict of keyword arguments; with `inputs`, a batch of a data loader.
-        products_only: whether to list only what an integer or low-precision unit would compute.
+        products_only: whether to list only operations that an integer or low-precision unit would compute.
         inputs: which part of the example the model gets, as for `calibrate`.
 
     Raises:
@@ -283,7 +283,7 @@ def left_of(model: nn.Module, recording: Recording) -> list[Operation]:
 
 
 def quantized_parameters(model: nn.Module, recording: Recording) -> set[nn.Parameter]:
-    """The parameters that are quantized, or from which a quantized weight is computed, as `self.a @ self.b`."""
+    """The parameters that are quantized, or from which a quantized weight is computed, as in `self.a @ self.b`."""
     reached: set[int] = set()  # values
     for call in reversed(recording.calls):
         if call.function in QUANTIZED or not reached.isdisjoint(call.outputs):
@@ -295,7 +295,7 @@ _NAMED = 4
 
 
 _SEEN = "_seen_by_prepare"
-"""The attribute of a prepared model, and of its layers that were left in float on purpose."""
+"""The attribute that marks a prepared model, and its layers that are in float on purpose."""
 
 
 def note_floats(model: nn.Module) -> None:
@@ -306,7 +306,7 @@ def note_floats(model: nn.Module) -> None:
 
 
 def warn_of_new_layers(model: nn.Module) -> None:
-    """Warn in one line of float layers that were added to a model after `prepare`, except those of adapters."""
+    """Warn in one line of float layers that were added to a model after `prepare`, except layers of adapters."""
     skip = [*adapter_layers(model), "*.modules_to_save.*"]
     new = {
         join(path, name): module
@@ -319,7 +319,7 @@ def warn_of_new_layers(model: nn.Module) -> None:
         named = listed([f"{module_name(path)} ({type(module).__name__})" for path, module in new.items()], _NAMED)
         first = next(iter(new))
         warn_user(
-            f"layers that came after fakequant.prepare are in float: {named}. To quantize them, call "
+            f"layers that were added after fakequant.prepare are in float: {named}. To quantize them, call "
             f"fakequant.prepare(model.get_submodule({first!r}), preset) and calibrate the model",
             CoverageWarning,
         )
@@ -355,14 +355,14 @@ def warn_unregistered(model: nn.Module) -> None:
     if lost:
         named = listed([f"{path} ({type(held).__name__})" for path, held in lost.items()], _NAMED)
         warn_user(
-            f"modules in plain containers are not part of a model: {named}. prepare, save, load and state_dict "
-            "leave them out; hold them in torch.nn.ModuleList or torch.nn.ModuleDict, or as attributes",
+            f"modules in plain containers are not part of a model: {named}. prepare, save, load and state_dict do "
+            "not see them; use torch.nn.ModuleList or torch.nn.ModuleDict, or attributes",
             CoverageWarning,
         )
 
 
 def _held(value: Any, path: str, known: set[int]) -> dict[str, nn.Module]:
-    """The modules in a value whose ids are not in `known`, by path; their ids are added to `known`."""
+    """By path, the modules in a value whose ids are not in `known`; the ids are added to `known`."""
     if isinstance(value, nn.Module):
         new = {} if id(value) in known else {path: value}
         known |= {id(part) for part in value.modules()}
@@ -382,7 +382,7 @@ def _held(value: Any, path: str, known: set[int]) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer, or one function that has quantizers: path, type, quantizers by attribute, whether it has a weight."""
+    """A layer, or a function that has quantizers: path, type, quantizers by attribute, whether it has a weight."""
 
     name: str
     type: str
@@ -391,11 +391,11 @@ class LayerSummary:
     has_weight: bool
     execution: str = "simulate"
     why_simulated: str | None = None
-    """Why a layer that is set to integer execution is simulated."""
+    """The reason why a layer with integer execution is simulated."""
     why_never_called: str | None = None
-    """Why the model does not call the layer with the example; None if it does, or without an example."""
+    """The reason why the model does not call the layer with the example; None if it does, or without an example."""
     gradient: str = ""
-    """How the gradients of the layer are quantized; empty where they are in float."""
+    """How the gradients of the layer are quantized; empty if they are in float."""
 
     @property
     def state(self) -> str:
@@ -414,7 +414,7 @@ class Summary:
     parameters: int = 0
     bytes_float: int = 0
     bytes_quantized: int = 0
-    """Bytes of all parameters, if quantized weights are stored as codes and scales."""
+    """The bytes of all parameters if quantized weights are stored as codes and scales."""
     bits_per_weight: float = 0.0
     """The bits of codes and scales for each quantized weight; 0.0 if there are none."""
     unsearched: int = 0
@@ -430,7 +430,7 @@ class Summary:
 
     @property
     def size(self) -> str:
-        """The size of the weights, in a line."""
+        """A line with the size of the weights."""
         per_weight = f" ({self.bits_per_weight:.4g} bits per weight)" if self.bits_per_weight else ""
         return f"weights: {self.bytes_float:,} bytes in float, {self.bytes_quantized:,} quantized{per_weight}"
 
@@ -494,13 +494,13 @@ class Summary:
 
 @accepts_wrapped_model
 def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = None) -> Summary:
-    """The quantized layers of a model, how, whether calibrated; with an example also the operations in float.
+    """List the quantized layers of a model, how, and whether calibrated; with an example also the operations in float.
 
     Args:
         model: a prepared model.
-        example: an input, a tuple or a dict of inputs; with it the model runs, and the table lists operations that were
-            left unquantized and layers that were not called, whose weights count as float.
-        inputs: which part of the example the model gets, as for `calibrate`; for a batch of a data loader.
+        example: an input, a tuple or a dict of inputs; with it the model runs, and the table lists operations that are
+            not quantized and layers that are not called, whose weights count as float.
+        inputs: which part of the example the model gets, as for `calibrate`, if the example is a batch of a loader.
 
     >>> print(summary(prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)))
     layer  type    input            weight               execution  state
@@ -567,14 +567,14 @@ def _is_of_output(quantizer: str) -> bool:
 
 
 def _joined(texts: list[str]) -> str:
-    """Texts joined in one cell; of more than two, equal texts are written once, with their number."""
+    """Texts joined in one cell; if there are more than two, equal texts are written once, with their number."""
     if len(texts) <= 2:
         return ", ".join(texts)
     return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in Counter(texts).items())
 
 
 def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tuple[int, int, float]:
-    """Bytes of all parameters as they are, and with quantized weights as codes and scales; their bits per weight.
+    """The bytes of all parameters now, the bytes with quantized weights as codes and scales, and their bits per weight.
 
     Tied weights count once.
 
@@ -597,7 +597,7 @@ def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tup
 
 
 def _is_calibrated(held: Mapping[str, Quantizer]) -> bool:
-    """Whether no quantizer that is on still needs a calibration."""
+    """Whether all quantizers that are on are calibrated, or need no calibration."""
     return not any(quantizer.needs_calibration and quantizer.mode is not Mode.OFF for quantizer in held.values())
 
 

@@ -1,4 +1,4 @@
-"""The weights of quantized layers: as their next call computes them, scales that no longer fit them, their bits."""
+"""The weights of quantized layers: their values in the next call, scales that no longer fit them, and their bits."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from fakequant.restore import attributes_of, restore_after
 from fakequant.text import listed, module_name
 
 _KEPT = "mode", "last_weight"
-"""The attributes of a quantizer that contexts restore: its mode, and the version of its last weight, set by calls."""
+"""The attributes of a quantizer that contexts restore: its mode, and the version of the weight of its last call."""
 
 
 @contextmanager
 def modes(model: nn.Module, choose: Callable[[str, Quantizer], Mode]) -> Iterator[None]:
-    """A context in which each quantizer has the mode that `choose` returns for its name and itself."""
+    """A context in which each quantizer has the mode that `choose` returns for its name and the quantizer."""
     found = quantizers(model)
     with restore_after(attributes_of(found.values(), *_KEPT)):
         for name, quantizer in found.items():
@@ -63,7 +63,7 @@ def disabled(model: nn.Module) -> Any:
 
 @contextmanager
 def off(found: Collection[Quantizer]) -> Iterator[None]:
-    """A context in which the listed quantizers are off: `disabled` for callers that enter it often, and list once."""
+    """A context in which the quantizers `found` are off: callers of `disabled` that enter it often list them once."""
     with restore_after(attributes_of(found, *_KEPT)):
         for quantizer in found:
             quantizer.mode = Mode.OFF
@@ -71,17 +71,17 @@ def off(found: Collection[Quantizer]) -> Iterator[None]:
 
 
 _EAGER: dict[object, Any] = {}
-"""For each running `not_compiled`, torch's stance before the first such context: all threads share the stance."""
+"""For each running `not_compiled`, torch's stance before the first of them began: all threads share the stance."""
 _EAGER_LOCK = RLock()  # one that an interrupted thread may take again
 
 
 @contextmanager
 def not_compiled() -> Iterator[None]:
-    """A context in which models run as written.
+    """A context in which models run without torch.compile.
 
-    A compiled graph calls no new hooks, and `torch.cond`, loops, `torch.map` and `flex_attention`, which compile what
-    they call, fail with hooks and calibrators. Torch's compiler is imported here (2 s), because they import it later.
-    Contexts of several threads may overlap.
+    A compiled graph calls no new hooks. `torch.cond`, loops, `torch.map` and `flex_attention` compile the functions
+    that they get, and fail with hooks and calibrators. Torch's compiler is imported before (2 s), as these would import
+    it in the context. Contexts of several threads may overlap.
     """
     from torch._dynamo import eval_frame
 
@@ -102,16 +102,16 @@ def not_compiled() -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context for runs of a model: as written, in eval mode; each module's own mode comes back."""
+    """A context for runs of a model without torch.compile, in eval mode; each module's mode is restored."""
     with not_compiled(), in_eval_mode(model):
         yield
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """A context in which products of float32 are IEEE's, whatever the user allowed: TF32 has a significand of 11 bits.
+    """A context in which products of float32 have 24 bits, even if the user allowed TF32, which has 11 bits.
 
-    Checks that a function stays the same, and the sums and solutions of `improve`, need all 24 bits.
+    Checks that a function stays the same need all 24 bits, and so do the sums and solutions of `improve`.
     """
     of_torch: Any = torch.backends
     kinds = (of_torch.cuda.matmul, of_torch.cudnn.conv, of_torch.cudnn.rnn)
@@ -130,7 +130,7 @@ def score_of(metric: Metric, model: nn.Module) -> float:
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which every module is in eval mode; each module's own mode comes back."""
+    """A context in which every module is in eval mode; each module's mode is restored."""
     with restore_after(attributes_of(model.modules(), "training")):
         model.eval()
         yield
@@ -138,9 +138,9 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training(model: nn.Module) -> Iterator[None]:
-    """A context in which every module is in training mode; each module's own mode comes back.
+    """A context in which every module is in training mode; each module's mode is restored.
 
-    Batch normalisations stay in eval mode: one sample may have no variance, for which they raise.
+    Batch normalisations stay in eval mode: they raise an error for a single sample, which may have no variance.
     """
     with restore_after(attributes_of(model.modules(), "training")):
         model.train()
@@ -153,13 +153,13 @@ def training(model: nn.Module) -> Iterator[None]:
 _WEIGHT_HOOKS = (BasePruningMethod, SpectralNorm, WeightNorm)
 _NAMED = 8
 _FEW_BITS = 4
-"""Below this number of bits, scales by the largest magnitude are poor. In a trained CNN, their error is 0.9 to 7.3 of
-the weights' energy (1 bit; zeros have 1), 0.21 to 0.70 (2 bits) and 0.02 to 0.11 (3 bits); that of the best scales is
-0.25 to 0.37, 0.08 to 0.16 and 0.01 to 0.05."""
+"""Below this number of bits, scales by the largest magnitude are poor. In a trained CNN, the error by these scales is
+0.9 to 7.3 of the weights' energy (1 bit; zeros have 1), 0.21 to 0.70 (2 bits) and 0.02 to 0.11 (3 bits); the error by
+the best scales is 0.25 to 0.37, 0.08 to 0.16 and 0.01 to 0.05."""
 
 
 def weights_of(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a module itself that could be quantized: with two axes longer than 1, not those of norms."""
+    """The parameters of a module itself that could be quantized: two axes are longer than 1, and it is no norm."""
     if is_norm(module) or isinstance(module, Quantizer):
         return []
     made = (p for p in module.parameters(recurse=False) if not isinstance(p, UninitializedParameter))
@@ -184,8 +184,8 @@ def quantized_weights(model: nn.Module) -> dict[str, Product]:
 def fresh_weight(weight: Product, name: str) -> Tensor:
     """The weight that the layer's next call uses.
 
-    `weight_norm`, `spectral_norm` and `prune` of torch.nn.utils compute it by a hook when the layer is called. Before
-    the call the layer holds the weight of its last call, or after `load_state_dict` an outdated weight.
+    `weight_norm`, `spectral_norm` and `prune` of torch.nn.utils compute the weight by a hook when the layer is called.
+    Before, the layer has the weight of its last call, or after `load_state_dict` an outdated weight.
 
     Raises:
         CalibrationError: code other than these hooks computes the weight in the layer's call.
@@ -194,7 +194,7 @@ def fresh_weight(weight: Product, name: str) -> Tensor:
     if weight.computed_by_hook and not hooks:
         path = layer_of(name)
         raise CalibrationError(
-            f"the weight of {module_name(path)} is computed when the layer is called, and no call has shown it; give "
+            f"the weight of {module_name(path)} is computed when the layer is called, but no batch called it; give "
             "batches that reach the layer"
         )
     with in_eval_mode(weight.owner), torch.no_grad():  # spectral_norm changes its vectors in training mode
@@ -213,7 +213,7 @@ def scaled_weights(model: nn.Module) -> dict[str, Product]:
 
 
 def mark_range_current(weight: Product) -> None:
-    """Record that the scales of a weight's quantizer fit the present weight; drop fixed codes of other values."""
+    """Record that the scales of a weight's quantizer fit the present weight; remove fixed codes with other values."""
     quantizer = weight.quantizer
     if quantizer is None or not quantizer.calibrated:
         return
@@ -228,10 +228,10 @@ def mark_range_current(weight: Product) -> None:
 
 
 def mark_ranges_current(model: nn.Module, stale: Iterable[str] = ()) -> None:
-    """`mark_range_current` for all weights whose quantizer has scales, as after loading a checkpoint or training.
+    """Call `mark_range_current` for all weights whose quantizer has scales, for example after a checkpoint was loaded.
 
     Args:
-        stale: the paths of quantizers whose scales do not fit, according to a file.
+        stale: the paths of the quantizers whose scales do not fit, according to a file.
     """
     weights = scaled_weights(model)
     for weight in weights.values():
@@ -244,7 +244,7 @@ def mark_ranges_current(model: nn.Module, stale: Iterable[str] = ()) -> None:
 
 
 def give_values(model: nn.Module) -> None:
-    """Set weights whose codes stay fixed in training to the values of these codes, before the model is written."""
+    """Before a model is written, set weights whose codes stay fixed in training to the values of the codes."""
     for weight in quantized_weights(model).values():
         if weight.quantizer.keeps_codes:
             mark_range_current(weight)
@@ -252,29 +252,29 @@ def give_values(model: nn.Module) -> None:
 
 @torch.no_grad()
 def warn_vanished(model: nn.Module) -> None:
-    """Say which learned scales training drove to zero or below: nothing but the largest codes is left there."""
+    """Warn of learned scales that training drove to zero or below: all values then have the largest codes."""
     found = {path: own.learned.vanished() for path, own in quantizers(model).items() if own.learned is not None}
     found = {path: (count, total) for path, (count, total) in found.items() if count}
     if found:
         counts = ", ".join(f"{count} of {total} in {path}" for path, (count, total) in [*found.items()][:3])
         more = f" and {len(found) - 3} more quantizers" if len(found) > 3 else ""
         warn_user(
-            f"training drove learned scales to zero: {counts}{more}; what they quantize is lost. Train with a lower "
-            "learning rate, or give the scales a lower one: Options(scale_lr=0.1), or in your own loop a group of the "
-            "optimizer with fakequant.qat.learned_scales(model)",
+            f"training drove learned scales to zero: {counts}{more}; the values of their tensors are lost. Train with "
+            "a lower learning rate, or use a lower one for scales: Options(scale_lr=0.1), or in your own loop a group "
+            "of the optimizer with fakequant.qat.learned_scales(model)",
             StaleScaleWarning,
         )
 
 
 def warn_stale_scales(model: nn.Module) -> list[str]:
-    """Warn of learned scales at zero, and in one line of weights that no longer have the range of their scales.
+    """Warn of learned scales at zero, and in one line of weights that their scales no longer fit.
 
-    A layer is named where the largest magnitude of one of its groups is now smaller or larger by more than 10 %, or the
-    groups are others. Weights sharded over processes are not checked, because that takes all processes; nor are weights
-    without values in this process.
+    A layer is named if the largest magnitude of one of its groups has changed by more than 10 %, or if it has other
+    groups. Weights that are sharded over processes are not checked, because that would need all processes, and neither
+    are weights without values in this process.
 
     Returns:
-        The paths of the quantizers of these weights, which `mark_ranges_current` takes when the model is loaded.
+        The paths of the quantizers of the named weights, for `mark_ranges_current` when the model is loaded.
     """
     warn_vanished(model)
     found = []
@@ -295,17 +295,17 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
         )
         warn_user(
             f"{weights} changed by more than 10 % or in shape since the scales were set: {listed(stale, _NAMED)}. Set "
-            f"them anew by fakequant.calibrate({cure}",
+            f"the scales anew by fakequant.calibrate({cure}",
             StaleScaleWarning,
         )
     return found
 
 
 def give_range(weight: Product, range: Range, method: str | None = None) -> None:
-    """Set the range of a weight's quantizer. A weight of zeros gets no range: its scale follows the weight.
+    """Set the range of a weight's quantizer. A weight of zeros gets no range: its scale is computed in each call.
 
-    With a fixed scale training could not move zeros. Channels and groups of zeros get the range of others, see
-    `fill_empty_groups`: the row of a table for padding, pruned channels, a part that starts at zero.
+    With a fixed scale training could not move zeros. Channels and groups of zeros, such as the padding row of a table,
+    pruned channels, or a part that starts at zero, get the range of others, see `fill_empty_groups`.
 
     Args:
         method: the method that computed the range, see `is_searched`.
@@ -324,7 +324,7 @@ def give_range(weight: Product, range: Range, method: str | None = None) -> None
 
 
 def is_searched(spec: QuantSpec, method: str | None) -> bool:
-    """Whether a weight calibrated by `method` (None: the default) gets scales by `nearest_params`, not by its range.
+    """Whether a calibration by `method` (None: the default) searches a weight's scales, instead of using its range.
 
     >>> is_searched(QuantSpec.parse("int2"), None), is_searched(QuantSpec.parse("int4"), None)
     (True, False)
@@ -335,7 +335,7 @@ def is_searched(spec: QuantSpec, method: str | None) -> bool:
 
 
 def nearest_params(weight: Tensor, spec: QuantSpec) -> QParams:
-    """Scales and offsets by `search_params`; groups with scale 0 get the scale of others, see `fill_empty_groups`.
+    """The scales and offsets of `search_params`; groups of zeros get the scale of others, see `fill_empty_groups`.
 
     >>> spec = QuantSpec.parse("int8 per_block(-1:2) scale=float16")
     >>> nearest_params(torch.tensor([[127.0, 1.0, 0.0, 0.0]]), spec).scale
@@ -347,31 +347,32 @@ def nearest_params(weight: Tensor, spec: QuantSpec) -> QParams:
 
 
 def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:
-    """Say, in one line, which weights are zero, so that their scales follow them."""
+    """Warn, in one line, of weights of zeros, whose scales are computed in each call."""
     weights = {name: weight.quantizer for name, weight in quantized_weights(model).items() if name in names}
     waiting = {n: q for n, q in weights.items() if not q.dynamic and not q.calibrated}
     if zeros := list(dict.fromkeys(module_name(layer_of(name)) for name in waiting)):
         warn_user(
-            "weights that are zero get no range; their scales follow them at each call: "
-            f"{listed(zeros, _NAMED)}. Once training has moved them, "
+            "weights that are zero get no range; their scales are computed in each call: "
+            f"{listed(zeros, _NAMED)}. Once training has moved the weights, "
             'fakequant.calibrate(model, pattern="*_weight_quantizer") fixes their scales',
             CalibrationWarning,
         )
 
 
 _BIAS = 2.0**30
-"""The largest bias in steps of input scale times weight scale. The same range of int32 remains for the sum of products:
-66,000 of 127 * 127."""
+"""The largest bias in steps of input scale times weight scale. As much of int32 remains for the sum of products:
+66,000 products of 127 * 127."""
 _SPAN = 2.0**-40
-"""The smallest scale of a weight as a share of the largest: its products with scales of inputs are normal numbers."""
+"""The smallest scale of a weight as a share of the largest, so that products with input scales are normal numbers."""
 
 
 @torch.no_grad()
 def raise_scales(model: nn.Module) -> list[str]:
-    """Raise weight scales under which an engine's int32 bias overflows, bias / (input scale * weight scale).
+    """Enlarge weight scales so small that an engine's int32 bias, bias / (input scale * weight scale), overflows.
 
-    The products of such a channel are tiny beside its bias, as after a vanishing batch normalisation: their change is
-    below the precision of float32 in the sum with the bias. A scale computed at each call becomes fixed.
+    The products of a channel with so small a scale are tiny beside its bias, as after a vanishing batch normalisation:
+    their change is below the precision of float32 in the sum with the bias. A scale computed at each call becomes
+    fixed.
 
     Returns:
         The paths of the quantizers that got other scales.
@@ -436,12 +437,12 @@ def raise_scales(model: nn.Module) -> list[str]:
 
 
 def warn_raised(paths: list[str]) -> None:
-    """Warn, in one line, of weights whose scales were raised for an export."""
+    """Warn, in one line, of weights whose scales were enlarged for an export."""
     if paths:
         warn_user(
-            f"the scales of {len(paths)} weights were raised, in the model, too: {', '.join(paths)}. Channels that are "
-            "nearly zero beside their bias would overflow the int32 bias of an engine. The results change by less than "
-            "float32 holds; if you saved the model before, save it again",
+            f"the scales of {len(paths)} weights were enlarged, in the model, too: {', '.join(paths)}. The int32 bias "
+            "of an engine would overflow in channels that are nearly zero beside their bias. The results change by "
+            "less than the precision of float32; if you saved the model before, save it again",
             StaleScaleWarning,
         )
 
@@ -454,11 +455,11 @@ MERGED = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("w1", "w3"),
 )
-"""Layers of a module that vLLM 0.32 and SGLang merge into a matrix, by their names."""
+"""The names of layers of a module that vLLM 0.32 and SGLang merge into a matrix."""
 
 
 def tied_weights(model: nn.Module) -> list[dict[str, Product]]:
-    """The quantized parameters that several layers share, each by the paths of its quantizers.
+    """For each quantized parameter that several layers share, its products by the paths of its quantizers.
 
     >>> model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
     >>> model[1].weight = model[0].weight
@@ -489,9 +490,9 @@ _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
 def group_ranges(model: nn.Module) -> None:
-    """Mark the per-tensor quantizers that share a range: of weights of merged layers, and of inputs of experts.
+    """Mark the per-tensor quantizers that share a range: for weights of merged layers, and for inputs of experts.
 
-    The inputs of other merged layers are one tensor, so that their ranges are equal already.
+    Other merged layers read the same tensor, so that the ranges of their inputs are equal already.
     """
     groups: dict[str, list[Quantizer]] = {}
     for path, quantizer in quantizers(model).items():
@@ -510,9 +511,9 @@ def group_ranges(model: nn.Module) -> None:
 
 
 def tie_scales(model: nn.Module, names: Container[str]) -> None:
-    """Give weights that engines merge one per-tensor scale above their block scales, as NVFP4 has.
+    """Give weights that engines merge one per-tensor scale, which multiplies their block scales, as in NVFP4.
 
-    This scale follows from the largest magnitude of all these weights. Weights with fixed codes stay.
+    The scale is computed from the largest magnitude of all merged weights. Weights with fixed codes are not changed.
 
     Args:
         names: the paths of the quantizers that get scales.
@@ -536,7 +537,7 @@ def tie_scales(model: nn.Module, names: Container[str]) -> None:
 
 
 def share_learned(model: nn.Module) -> None:
-    """Have the quantizers of a shared weight learn one range, so that its codes stay the same in all layers."""
+    """Let the quantizers of a shared weight learn one range, so that its codes stay the same in all layers."""
     for weights in tied_weights(model):
         first = next(iter(weights.values())).quantizer
         for weight in weights.values():
@@ -546,10 +547,10 @@ def share_learned(model: nn.Module) -> None:
 
 
 def untied(model: nn.Module, purposely: set[nn.Module]) -> str | None:
-    """A line on weights that layers share and quantize in different ways; None if there are none.
+    """A line on weights that layers share but quantize in different ways; None if there are none.
 
     Args:
-        purposely: modules that a rule leaves in float.
+        purposely: the modules that a rule leaves in float.
     """
     said = []
     for weights in tied_weights(model):
@@ -573,7 +574,7 @@ def untied(model: nn.Module, purposely: set[nn.Module]) -> str | None:
 
 _NAMED_WIDE = 3
 _MORE = 1.05
-"""Bits per weight beyond the narrowest codes from which a note is given: groups of 32 with a float32 scale take 1."""
+"""A note is given if the bits per weight exceed the narrowest codes by more: a float32 scale for 32 codes takes 1."""
 
 
 class WeightBits(NamedTuple):
@@ -582,11 +583,11 @@ class WeightBits(NamedTuple):
     elements: int
     codes: int
     scales: int
-    """The bits of scales, of the scales of scales, and of zero points."""
+    """The bits of scales, of second-level scales, and of zero points."""
 
     @property
     def per_weight(self) -> float:
-        """Bits per weight with scales; 0.0 without weights."""
+        """The bits per weight with scales; 0.0 without weights."""
         return (self.codes + self.scales) / self.elements if self.elements else 0.0
 
     def plus(self, other: WeightBits) -> WeightBits:
@@ -603,7 +604,7 @@ def bits_of_all(sizes: Iterable[WeightBits]) -> WeightBits:
 
 
 def spec_bits(spec: QuantSpec, shape: tuple[int, ...]) -> WeightBits:
-    """The bits of a tensor of a shape by a specification.
+    """The bits that a specification takes for a tensor of a shape.
 
     >>> spec_bits(QuantSpec.parse("int4 per_block(-1:32)"), (64, 256)).per_weight  # a float32 scale for every 32 codes
     5.0
@@ -672,7 +673,7 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool)
 
 
 def weight_bits(weight: Product) -> WeightBits | None:
-    """The bits of a weight as codes and scales; None where the weight is computed, or has no quantizer."""
+    """The bits of a weight as codes and scales; None if the weight is computed, or has no quantizer."""
     if weight.quantizer is None or weight.parameter is None:
         return None
     return spec_bits(weight.quantizer.spec, tuple(weight.parameter.shape))

@@ -185,7 +185,7 @@ def test_batches_without_rows_measure_nothing() -> None:
 
 
 def test_a_model_that_finds_nothing_measures_nothing() -> None:
-    with pytest.raises(ConfigError, match="the model found nothing in them"):
+    with pytest.raises(ConfigError, match="found nothing in them"):
         sensitivity(returning(lambda y: y[:0]), [ROWS])
 
 

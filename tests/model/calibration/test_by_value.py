@@ -181,7 +181,7 @@ def test_files_that_lie_are_refused(tmp_path: Path) -> None:
     state = fq.snapshot(model)
     tensors = dict(state.tensors)
     tensors["first._input_quantizer.scale"] = tensors["first._input_quantizer.scale"][:3]
-    with pytest.raises(CheckpointError, match="there are 4 bins of timestep"):
+    with pytest.raises(CheckpointError, match="not a scale for each of 4 bins of values"):
         fq.apply(Denoiser(), fq.QuantizedState.from_plan(state.plan, tensors))
     plan = state.plan
     plan["layers"]["first"]["quantizers"]["_input_quantizer"]["by_value"]["boundaries"] = [3.0, 1.0]

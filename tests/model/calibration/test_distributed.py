@@ -99,7 +99,7 @@ def says(rank: int, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"group must be a process group .*, False or None, got 'all'"):
         fq.calibrate(fresh, of_rank(rank), group="all")
     fq.calibrate(fresh, of_rank(rank), group=dist.group.WORLD)
-    with pytest.raises(ConfigError, match=r"call set_scales\(LEARNED\) before, on the model that is wrapped"):
+    with pytest.raises(ConfigError, match=r"call set_scales\(LEARNED\) on the model before you wrap it"):
         fq.qat.set_scales(DistributedDataParallel(fresh), Scales.LEARNED)
     fq.qat.set_scales(fresh, Scales.LEARNED)
     fq.qat.set_scales(DistributedDataParallel(fresh), Scales.LEARNED)
@@ -219,7 +219,7 @@ def failures_are_heard(rank: int, folder: Path) -> None:
         told(make(), own, "unknown method|'mx'", group=world, method="mx")
         told(make(), own, "no layer with a static quantizer matches", group=world, pattern="9*")
     # A sharded model has its weights in the calls of all processes alone.
-    told(sharded("int8"), [], "the process of rank 1 has 0 batches, and others have more", group=world)
+    told(sharded("int8"), [], "the process of rank 1 has 0 batches, but others have more", group=world)
     for first, second in (("int8", "int8_per_token"), ("w8a8_dynamic", "mxfp8")):
         model = fq.prepare(net(), second if rank else first)
         with pytest.raises(ConfigError, match="ranks 0 and 1 calibrate different quantizers"):
@@ -238,7 +238,7 @@ def trains(rank: int, folder: Path) -> None:
     fq.calibrate(alone, batches(), group=False)
     fq.qat.set_scales(alone, Scales.LEARNED)
     assert all(map(torch.equal, model.parameters(), alone.parameters()))
-    with pytest.raises(ConfigError, match="the processes quantize other layers or in other ways"):
+    with pytest.raises(ConfigError, match="the processes quantize different layers, or quantize differently"):
         fq.qat.Training("int8", of_rank(rank), scales=Scales.EPOCH if rank else Scales.FIXED).prepare(net())
     text = "unknown method|the process of rank 1 failed"
     with pytest.raises((CalibrationError, ConfigError), match=text):

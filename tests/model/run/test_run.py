@@ -174,7 +174,7 @@ def test_modules_in_other_threads_are_called_and_what_is_not_seen_is_said() -> N
 
     net = fq.prepare(Net(forward), "int8")
     fq.calibrate(net, [X], progress=False)
-    with pytest.warns(CoverageWarning, match="the model calls a in threads of its own"):
+    with pytest.warns(CoverageWarning, match="the model calls a in other threads"):
         found = fq.summary(net, X)
     assert [layer.state for layer in found.layers] == ["ready", "ready"]
 

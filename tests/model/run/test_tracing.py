@@ -221,6 +221,6 @@ def test_lengths_for_which_a_graph_is_another_function_are_said(kind: str) -> No
     auto = torch.export.Dim.AUTO
     with warnings.catch_warnings(record=True, action="always") as found:
         fq.ir.capture(Lengths(kind).eval(), (torch.ones(2, 6, 4),), dynamic_shapes=({0: auto, 1: auto},))
-    told = [str(one.message) for one in found if "the graph is right only where" in str(one.message)]
+    told = [str(one.message) for one in found if "the graph is right only if" in str(one.message)]
     assert bool(told) == bool(ASKED[kind])
     assert all(re.search(ASKED[kind], one) for one in told)

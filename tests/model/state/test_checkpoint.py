@@ -81,7 +81,7 @@ def test_an_uncalibrated_model_stays_uncalibrated(tmp_path: Path) -> None:
     ("change", "text"),
     [
         (lambda data: data[:-9], "is truncated or damaged"),
-        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "its SHA-256 is not the one"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "its SHA-256 is not the recorded"),
     ],
 )
 def test_damage_is_found_and_the_model_is_untouched(change: Any, text: str, tmp_path: Path) -> None:

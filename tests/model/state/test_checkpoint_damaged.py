@@ -159,14 +159,14 @@ def test_tensors_that_are_missing_or_belong_to_nothing(folder, change, message: 
 @pytest.mark.parametrize("name", ["stem.weight", "head.bias", "norm.running_var"])
 def test_floats_that_are_stored_as_another_kind(folder, name: str, dtype: torch.dtype) -> None:
     change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
-    assert_refused(folder, rf"does not fit the model: {name} is stored as {dtype}, and the model has torch\.float32")
+    assert_refused(folder, rf"does not fit the model: {name} is stored as {dtype}, but the model has torch\.float32")
 
 
 def test_whole_numbers_that_are_stored_as_another_kind(folder) -> None:
     name = "norm.num_batches_tracked"
     for dtype in (torch.float32, torch.bool, torch.int8):
         change_tensors(folder, lambda tensors, dtype=dtype: tensors.update({name: tensors[name].to(dtype)}))
-        assert_refused(folder, rf"{name} is stored as {dtype}, and the model has torch\.int64")
+        assert_refused(folder, rf"{name} is stored as {dtype}, but the model has torch\.int64")
 
 
 def header(folder) -> tuple[dict[str, Any], bytes]:

@@ -152,7 +152,9 @@ def test_tensors_that_no_file_holds_are_named_before_anything_changes(tmp_path: 
     fq.save(fq.prepare(Rotary(), "int8_weight_only"), tmp_path)
     model = empty(Rotary)
     before = {**model.state_dict(keep_vars=True)}
-    with pytest.raises(CheckpointError, match=r"the checkpoint lacks angles; build these on a device before load"):
+    with pytest.raises(
+        CheckpointError, match=r"the checkpoint lacks angles; build these tensors on a device before load"
+    ):
         fq.load(model, tmp_path)
     assert type(model[0]) is nn.Linear
     assert all(model.state_dict(keep_vars=True)[name] is one for name, one in before.items())
@@ -204,7 +206,7 @@ def test_a_dtype_that_does_not_fit_is_said_before_the_model_changes(tmp_path: Pa
     model = empty()
     model[3].bias = nn.Parameter(model[3].bias.to(torch.int32), requires_grad=False)
     monkeypatch.setattr(applying, "give_memory", None)
-    with pytest.raises(CheckpointError, match=r"3.bias is stored as torch.float32, and the model has torch.int32"):
+    with pytest.raises(CheckpointError, match=r"3.bias is stored as torch.float32, but the model has torch.int32"):
         fq.load(model, tmp_path)
 
 

@@ -148,7 +148,7 @@ def whole_inputs_are_needed(rank: int, folder: Path) -> None:
     model = fq.prepare(net(), "int4_group32")
     fq.calibrate(model, [batch()], group=False, progress=False)
     model[0].add_module("_input_transform", fq.nn.BlockHadamard(32))
-    with pytest.raises(CheckpointError, match="layer 0 transforms its input, which takes the whole input"):
+    with pytest.raises(CheckpointError, match="layer 0 transforms its input and needs the whole input"):
         fq.load(empty(), fq.save(model, folder / f"rank-{rank}"))
 
 

@@ -119,7 +119,7 @@ def test_logits_are_found_beside_the_models_own_loss(kind: Any) -> None:
         ({"features": "0"}, r"give a tuple, such as \('0',\)"),
         ({"features": ("5",)}, "the model has no module '5'"),
         ({"teacher": nn.Linear(8, 4), "features": ("0",)}, "the teacher has no module '0'"),
-        ({"teacher": nn.Linear(8, 5)}, r"the logits: the model gives \[32, 4\], and its teacher \[32, 5\]"),
+        ({"teacher": nn.Linear(8, 5)}, r"the logits: the model gives \[32, 4\], but its teacher gives \[32, 5\]"),
         (
             {"logits": lambda output: Distillation(nn.Identity()).compared((output, output), {})[0]},
             "type tuple holds 2 float tensors",
@@ -191,7 +191,7 @@ def test_a_batch_of_nothing_but_padding_trains_nothing() -> None:
 def test_a_mask_that_fits_nothing_is_refused() -> None:
     model, schedule = fq.prepare(Tagger(), "INT4_WEIGHT_ONLY"), fq.qat.Schedule(1.0, 10)
     batch = {"ids": TOKENS, "labels": TAGS}
-    with pytest.raises(ConfigError, match=r"the mask \[3, 5\] has the leading axes of nothing compared: \[3, 6\]"):
+    with pytest.raises(ConfigError, match=r"begins with the axes of the mask \[3, 5\]: \[3, 6\]"):
         fq.qat.finetune(model, [batch], no_loss, schedule, teacher="self", mask=lambda _: torch.ones(3, 5).bool())
     with pytest.raises(ConfigError, match=r"mask= is for teacher="):
         fq.qat.finetune(model, [batch], no_loss, schedule, mask="keep")
@@ -294,7 +294,7 @@ def test_much_that_never_comes_again_is_said_once(monkeypatch: pytest.MonkeyPatc
             one.student(model, lambda own, x=x: own(x))
     said = [str(own.message) for own in recwarn if "keep=True" in str(own.message)]
     assert len(said) == 1
-    assert "of which none came again yet; if the loader shuffles" in said[0]
+    assert "but no batch came again yet; if the loader shuffles" in said[0]
 
 
 MAPS = torch.randn(4, 5, 3, 6, generator=torch.Generator().manual_seed(1))

@@ -75,7 +75,7 @@ def test_the_loss_of_the_model_itself(kind):
 
 
 def test_errors_say_what_is_missing():
-    model, error = calibrated(), "inputs, attention_mask, classes; give their key as targets="
+    model, error = calibrated(), "inputs, attention_mask, classes; give the key of the targets as targets="
     with pytest.raises(ConfigError, match=f"a batch has no targets 'labels' for the loss, only {error}"):
         fq.qat.finetune(model, [batch("classes")], by_logits, SCHEDULE)
     with pytest.raises(ConfigError, match="output of type SimpleNamespace has none; give a function of outputs"):
@@ -103,7 +103,7 @@ def test_a_failure_leaves_the_training_modes_and_keeps_what_was_learned():
 
 def test_the_own_loss_of_a_model_needs_named_arguments():
     model = calibrated()
-    with pytest.raises(ConfigError, match=r"with loss=None the model needs its targets as an argument.*dicts of arg"):
+    with pytest.raises(ConfigError, match=r"with loss=None the model needs the targets as an argument.*dicts of arg"):
         fq.qat.finetune(model, [(X, LABELS)], None, SCHEDULE)
     by_function = calibrated()
     history = fq.qat.finetune(

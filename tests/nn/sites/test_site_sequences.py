@@ -83,7 +83,9 @@ def test_other_operands_are_refused() -> None:
 def test_visits_with_different_sequences_are_left_in_float() -> None:
     other = Calls(lambda model, x, more: x + x + x if more else x + x)
     model = Calls(lambda model, x: model.other(model.other(x, True), False), other=other)
-    with pytest.warns(CoverageWarning, match=r"other is called 2 times .* add, add; add\. They are left in float"):
+    with pytest.warns(
+        CoverageWarning, match=r"other is called 2 times .* add, add; add\. These functions are left in float"
+    ):
         fq.prepare(model, only("add"), example=torch.ones(2))
     assert type(model.other) is Calls
 

@@ -1,4 +1,4 @@
-"""The float tensors in a model's output, and how far they are from those of the float model: one measure for all."""
+"""The float tensors in a model's output, and their distance from the float model's output: one measure for all uses."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from fakequant.restore import forwards_of, restore_after
 from fakequant.text import listed, module_name
 
 _ROUNDING = 1e-6
-"""By how much two runs may differ, as a share of the norm: a GPU adds in any order."""
+"""The allowed difference of two runs, as a share of the norm: a GPU adds in any order."""
 _VALUES = 2**18
-"""Values of an output that are compared in float64 at once."""
+"""How many values of an output are compared in float64 at once."""
 Place = tuple[Any, ...]
 """The keys, indices and names of fields that lead to a tensor in an output."""
 
@@ -39,7 +39,7 @@ Place = tuple[Any, ...]
 def named_tensors(output: Any, place: Place = ()) -> dict[Place, Tensor]:
     """All float tensors in a model's output by their place: in tuples, lists, mappings and dataclasses, however nested.
 
-    A complex tensor gives both parts along a last axis.
+    A complex tensor becomes a tensor with real and imaginary part along the last axis.
 
     >>> named_tensors({"logits": torch.ones(1), "ids": torch.arange(2)})
     {('logits',): tensor([1.])}
@@ -75,14 +75,14 @@ def shown_place(place: Place) -> str:
 class Power:
     """The power of a signal and of its error, summed over batches.
 
-    Where the signal is infinite or NaN, as for masked tokens, an element counts only if it changes.
+    An element whose signal is infinite or NaN, as for masked tokens, counts only if it changes.
     """
 
     signal: float = 0.0
     noise: float = 0.0
 
     def add(self, exact: Tensor, approximate: Tensor) -> None:
-        """Add a tensor and its approximation; one of another shape, as of a detector, makes the noise infinite."""
+        """Add a tensor and its approximation; if shapes differ, as for a detector, the noise becomes infinite."""
         exact, approximate = exact.detach(), approximate.detach()
         if exact.shape != approximate.shape:
             self.noise = math.inf
@@ -100,7 +100,7 @@ class Power:
 
     @property
     def share(self) -> float:
-        """Noise over signal. Without a signal any noise is 1: all that is there is noise."""
+        """The noise over the signal; 1 for noise without a signal."""
         if self.noise == 0.0 or math.isinf(self.noise):
             return self.noise
         return self.noise / self.signal if self.signal else 1.0
@@ -113,7 +113,7 @@ def _energy(x: Tensor) -> float:
 class Distance:
     """The errors of tensors against their float values, each as a share of the float tensor's energy.
 
-    So a tensor of small values counts as much as one of large values. Empty tensors do not count.
+    So a tensor of small values counts as much as a tensor of large values. Empty tensors do not count.
 
     >>> distance = Distance()
     >>> distance.add({"boxes": torch.full((4,), 500.0), "scores": torch.ones(4)},
@@ -126,7 +126,7 @@ class Distance:
         self._powers: dict[Any, Power] = {}
 
     def add(self, exact: Mapping[Any, Tensor], approximate: Mapping[Any, Tensor]) -> None:
-        """Add tensors and their approximations by name; a name that one side lacks makes its noise infinite."""
+        """Add tensors and their approximations by name; the noise of a name that one side lacks is infinite."""
         for name in {**exact, **approximate}:
             one, other = exact.get(name), approximate.get(name)
             if one is None or other is None:
@@ -136,7 +136,7 @@ class Distance:
 
     @property
     def shares(self) -> dict[Any, float]:
-        """The energy of the error by name, as a share of the tensor's."""
+        """The energy of the error by name, as a share of the tensor's energy."""
         return {name: power.share for name, power in self._powers.items()}
 
     @property
@@ -146,7 +146,7 @@ class Distance:
 
     @property
     def mean(self) -> float:
-        """The mean of the shares, by which decisions are made; 0 without tensors."""
+        """The mean of the shares, which decisions compare; 0 without tensors."""
         return sum(self.shares.values()) / max(len(self._powers), 1)
 
     @property
@@ -156,7 +156,7 @@ class Distance:
 
     @property
     def shown_worst(self) -> str:
-        """The place with the largest share, and this share, as text; "" where there is one output."""
+        """A text with the place that has the largest share, and this share; "" for a single output."""
         if len(self._powers) < 2:
             return ""
         return f"worst {shown_place(self.worst)} {self._powers[self.worst].share:.2e}"
@@ -177,12 +177,12 @@ def decibels(share: float) -> float:
 
 
 class OutputErrors(NamedTuple):
-    """The errors of a model's outputs against those of the float model.
+    """The errors of a model's outputs against the float model's outputs.
 
     Attributes:
-        distance: by output, over all batches.
-        rows: the error of each row of each output, as a share of this output's energy, float64 [rows] on the CPU. A row
-            is an example, or with a mask a token. An output of another shape counts as one row with an infinite error.
+        distance: the errors by output, over all batches.
+        rows: by output, the error of each row as a share of the output's energy, float64 [rows] on the CPU. A row is an
+            example, or with a mask a token. An output of another shape counts as one row with an infinite error.
     """
 
     distance: Distance
@@ -192,12 +192,12 @@ class OutputErrors(NamedTuple):
 def check_again(
     model: nn.Module, batches: Batches, batch: Any, first: Mapping[Place, Tensor], mask: Tensor | None = None
 ) -> None:
-    """Warn if a second run of a model returns other outputs: by random numbers, or by state that a run leaves.
+    """Warn if a second run of a model returns other outputs: by random numbers, or by state that the first run changed.
 
-    Figures are comparable all the same: each pass over the batches starts from the same random numbers and state.
+    Figures can be compared nevertheless: each pass over the batches starts from the same random numbers and state.
 
     Args:
-        model: in the mode in which it returned the first outputs.
+        model: the model, in the same mode as for the first run.
         first: copies of the outputs of the first run on `batch`.
         mask: the tokens of the outputs that count.
     """
@@ -214,24 +214,24 @@ def check_again(
             third = run() if draws or values.changes().things else second
     if elsewhere := _differ(first, second):
         warn_user(
-            f"two runs of the model on one batch differ by {elsewhere:.1e} of the output, with its tensors, attributes "
-            "and random numbers put back: it keeps values elsewhere, and each figure holds this difference; reset them "
-            "in forward=",
+            f"two runs of the model on one batch differ by {elsewhere:.1e} of the output, although tensors, attributes "
+            "and random numbers were restored: the model changes values elsewhere, and each figure has this "
+            "difference; reset these values in forward=",
             CalibrationWarning,
         )
     elif left := _differ(second, third):
-        state = f"keeps what a run leaves ({listed(values.changed.names, 3)})" if values.changed.things else ""
+        state = f"changes its state in a run ({listed(values.changed.names, 3)})" if values.changed.things else ""
         what = " and ".join(filter(None, (state, "draws random numbers" if draws else "")))
         warn_user(
-            f"two runs of the model on one batch differ by {left:.1e} of the output: in eval mode it {what}. All that "
-            "is compared starts from the same, and goes on from batch to batch; if batches are independent, reset the "
-            "model in forward=",
+            f"two runs of the model on one batch differ by {left:.1e} of the output: in eval mode the model {what}. "
+            "Compared passes start from the same state, and go on from batch to batch; if batches are independent, "
+            "reset the model in forward=",
             CalibrationWarning,
         )
 
 
 def _differ(one: Mapping[Place, Tensor], other: Mapping[Place, Tensor]) -> float:
-    """How far two runs are apart, as a share of the norm; 0 for what the order of sums on a GPU may change."""
+    """The distance of two runs as a share of the norm; 0 if the order of sums on a GPU may explain it."""
     distance = Distance()
     distance.add(one, other)
     found = max(distance.shares.values(), default=0.0) ** 0.5
@@ -239,11 +239,11 @@ def _differ(one: Mapping[Place, Tensor], other: Mapping[Place, Tensor]) -> float
 
 
 class OutputDistance:
-    """Measures how far the outputs of a model are from the float outputs, which it keeps.
+    """Measures the distance of a model's outputs from the float outputs, which are stored.
 
     Args:
-        batches: to compare on; the float outputs for all of them are kept. Tokens that their mask leaves out do not
-            count, except in outputs with other leading axes than [batch, tokens].
+        batches: the batches to compare on; the float outputs for all of them are stored. Masked tokens do not count,
+            except in outputs that do not begin with the axes [batch, tokens].
 
     >>> from fakequant.data.batches import Batches
     >>> model = nn.Linear(2, 2)
@@ -265,21 +265,21 @@ class OutputDistance:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether the model gives floats at all; there is no error of whole numbers."""
+        """Whether the model returns any floats; whole numbers have no error."""
         return any(y.numel() for y in self.wanted)
 
     def check(self, *, has_metric: bool = False) -> None:
-        """Raise if the float model returns NaN, or if it returns no floats and there is no metric.
+        """Check that the float model returns no NaN, and that it returns floats or there is a metric.
 
         Raises:
-            CalibrationError: an output holds NaN (numbers the batch).
-            ConfigError: there are no floats.
+            CalibrationError: an output holds NaN; the number of the batch is named.
+            ConfigError: the model returns no floats, and there is no metric.
         """
         for number, outputs in zip(self.batches.numbered, self._wanted, strict=True):
             if any(bool(y.isnan().any()) for y in outputs.values()):
                 raise CalibrationError(f"batch {number + 1}: an output in float holds NaN; leave the batch out")
         if not self.has_outputs and not has_metric:
-            raise ConfigError("the model gives no floats, so that its outputs have no error; measure it by a metric=")
+            raise ConfigError("the model returns no floats, so that its outputs have no error; give a metric=")
 
     def of(self, model: nn.Module) -> Distance:
         """The distance of a model's present outputs from the float outputs."""
@@ -290,7 +290,7 @@ class OutputDistance:
         return found
 
     def errors_of(self, model: nn.Module) -> OutputErrors:
-        """The distance of a model, and the error of each row, from one run of the batches."""
+        """The distance of a model from the float outputs, and the error of each row, by one run of the batches."""
         with cached_weights(model), self.batches.one_pass(model):
             energy: dict[Place, float] = {}
             for wanted in self._wanted:
@@ -322,18 +322,18 @@ class OutputDistance:
 
 
 def _unmasked(outputs: Mapping[Place, Tensor], mask: Tensor | None) -> dict[Place, Tensor]:
-    """The unmasked tokens of outputs [batch, tokens, ...]; other outputs unchanged."""
+    """The unmasked tokens of outputs [batch, tokens, ...]; other outputs are not changed."""
     if mask is None:
         return {**outputs}
     return {name: y if y.shape[:2] != mask.shape else y[mask.to(y.device)] for name, y in outputs.items()}
 
 
 def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any] = evaluating) -> Recording:
-    """Run a model in eval mode without gradients, and record what it calls; the model is unchanged afterwards.
+    """Run a model in eval mode without gradients, and record its calls; the model is unchanged afterwards.
 
     Args:
-        model: a float model, or a prepared one, whose quantizers only mark what they return.
-        run: calls the model.
+        model: a float model, or a prepared model, whose quantizers only mark the values that they return.
+        run: a function that calls the model.
         mode: the context in which the model runs; `evaluating` or `training`.
 
     >>> class Residual(nn.Module):
@@ -352,8 +352,8 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
     if recorder.recording.threads:
         names = [module_name(path) for path in sorted(recorder.recording.threads)]
         warn_user(
-            f"the model calls {listed(names, 3)} in threads of its own, where no function is seen: what they compute "
-            "is in no list and gets no quantizers of functions. Give an example that runs in one thread",
+            f"the model calls {listed(names, 3)} in other threads, where functions are not recorded: they are in no "
+            "list, and get no quantizers. Give an example that runs in one thread",
             CoverageWarning,
         )
     returned = [*tensors_in(result), *float_tensors(result)]  # torch's trees end at a dataclass
@@ -363,7 +363,7 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
 
 @contextmanager
 def watching(model: nn.Module) -> Iterator[Recording]:
-    """A context that fills a recording while a model runs as it is: quantizers run, and nothing is counted.
+    """A context that fills a recording while a model runs unchanged: quantizers run, and nothing is counted.
 
     >>> model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
     >>> with watching(model) as found:
@@ -377,17 +377,17 @@ def watching(model: nn.Module) -> Iterator[Recording]:
 
 
 class _WholeRecorder(Recorder):
-    """A recorder that also counts products, measures magnitudes, finds sites, and turns quantizers into marks."""
+    """A recorder that also counts products, measures magnitudes, finds possible sites, and marks quantizers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.followed: CodeType | None = None
         self.ended: dict[str, ModuleCall] = {}
-        """The last call of each module, by path, until the hooks of the module have seen its result."""
+        """The last call of each module, by path, until the module's hooks have returned."""
         super().__init__(model)
 
     @contextmanager
     def recording_on(self) -> Iterator[None]:
-        """A context: each call is recorded with the module whose `forward` makes it, and with no module in a hook."""
+        """A context that records each call with the module whose `forward` makes it; a call in a hook has no module."""
         with restore_after(forwards_of(self.modules.values())):
             for path, module in self.modules.items():
                 follow = self._quantized(module) if quantizes(module) else self._followed(path, module.forward)
@@ -428,7 +428,7 @@ class _WholeRecorder(Recorder):
         return run
 
     def _quantized(self, quantizer: Any) -> Callable[[Tensor], Tensor]:
-        """A `forward` of a quantizer that returns a new tensor with the same numbers, so that it needs no range."""
+        """A `forward` for a quantizer that returns a new tensor with the same numbers, so that no range is needed."""
 
         def run(x: Tensor) -> Tensor:
             if not quantizer.quantizes:

@@ -1,7 +1,10 @@
 """The calls and values of a recorded run, and queries on them: see `outputs.record`.
 
-`masked_values` finds the values with the numbers of a mask: -inf, -10000 or the least float, which are added where a
-softmax shall give 0. A range over such numbers and the scores rounds all scores to one value.
+A site is the call of a function, such as + or @, that can be quantized. Its owner is the module whose `forward` makes
+the call, a visit is one call of the owner, and operands are the float tensors that the function takes.
+
+`masked_values` finds the values with the numbers of a mask: -inf, -10000 or the least float, which are added to scores
+for which a softmax must return 0. A range over the numbers of a mask and the scores rounds all scores to one value.
 """
 
 from __future__ import annotations
@@ -31,11 +34,11 @@ from fakequant.numerics.qparams import Range
 from fakequant.text import listed
 
 WITHOUT_FLOATS, OF_A_CACHE, IN_A_BRANCH = " without floats", " of a cache", " in a branch"
-"""Suffixes of the names of functions whose calls cannot be sites for this reason."""
+"""Suffixes of the names of functions, with the reason why a call cannot be a site."""
 TIMES_A_NUMBER = " times a number"
-"""The suffix of the names of sums with `alpha`, which multiplies the second operand, in recordings of `watching`."""
+"""The suffix of the names of sums with `alpha`, a factor of the second operand, in recordings of `watching`."""
 QUANTIZER, FAKE_QUANTIZE = "quantizer", "fake_quantize"
-"""The names of recorded calls that quantize: by a quantizer of a prepared model, and by functions of this package."""
+"""The names of recorded calls that quantize: of a quantizer in a prepared model, and of `fake_quantize`."""
 QUANTIZED = frozenset({QUANTIZER, FAKE_QUANTIZE})
 EXTREME = 1e4
 """The magnitude from which on a number may belong to a mask: older models of transformers add -10000."""
@@ -47,11 +50,11 @@ class Value:
 
     Attributes:
         number: the number by which calls refer to it.
-        constant: whether it is a parameter, or computed from parameters alone.
-        shape: of the tensor.
+        constant: whether it is a parameter, or computed only from parameters.
+        shape: the shape of the tensor.
         is_float: whether it holds floats or complex numbers.
-        producer: the number of the call that made it; None for parameters, inputs and what no function made.
-        size: its largest magnitude, NaN if it holds NaN; 0 for constants and where it holds no floats.
+        producer: the number of the call that made it; None for parameters, inputs and other tensors that no call made.
+        size: its largest magnitude, NaN if it holds NaN; 0 for constants and for tensors without floats.
     """
 
     number: int
@@ -68,13 +71,13 @@ class FunctionCall:
 
     Attributes:
         number: its place in the run.
-        owner: the path of the module whose `forward` calls it; None where a hook calls it.
-        visit: which call of the owner it belongs to.
+        owner: the path of the module whose `forward` calls it; None if a hook calls it.
+        visit: the number of the call of the owner.
         function: the canonical name, or the name of torch for functions that cannot be quantized; see `OF_A_CACHE`.
         index: how many calls of the function came before in the same visit.
         inputs: all tensor arguments.
-        outputs: all tensors of the result, and those that the call writes to.
-        operands: the values that a site could quantize, by operand; empty for functions that cannot be quantized.
+        outputs: all tensors of the result, and all tensors that the call writes to.
+        operands: the values that could be quantized, by argument; empty for functions that cannot be quantized.
         multiplications: the multiply-accumulates of a product; 0 for other functions, and for tables.
         where: the places in the code, from the call up to the owner's `forward`; empty for functions that cannot be
             quantized.
@@ -105,7 +108,7 @@ class FunctionCall:
 
     @property
     def is_product(self) -> bool:
-        """Whether the call computes a product: an `einsum` of one tensor does not."""
+        """Whether the call computes a product; an `einsum` of one tensor is none."""
         return bool(self.factors)
 
     @property
@@ -119,12 +122,12 @@ class ModuleCall:
     """One call of a module.
 
     Attributes:
-        path: of the module, the first one where it has several.
+        path: the path of the module, the first if it has several.
         inputs: the values of all tensor arguments of its `forward`.
         first: the function calls within it are `calls[first:last]`.
         last: see `first`.
         end: the calls of modules within it are `modules[number + 1 : end]`, where `number` is its place in `modules`.
-        output: the value of its result, as hooks leave it; None where it is no tensor.
+        output: the value of its result after its hooks; None if the result is no tensor.
         results: the values of all tensors of the result.
     """
 
@@ -147,19 +150,19 @@ class RunStep(Enum):
 
 @dataclass
 class Recording:
-    """The calls of one run in their order, and the values that they take and make.
+    """The calls of one run in their order, and the values that they read and make.
 
     Attributes:
-        calls: of torch functions.
-        modules: calls of modules, without quantizers, in the order of their starts.
-        values: by number.
+        calls: the calls of torch functions.
+        modules: the calls of modules, without quantizers, in the order of their starts.
+        values: the values by number.
         parameters: the values of parameters, by every name.
         threads: the paths of modules that are called in other threads.
         visits: how often every module was called, by path.
         outputs: the values that the model returns.
-        kept: the values of tensors that something still holds when the run ends.
+        kept: the values of tensors that are still in memory when the run ends.
         buffers: the values of buffers.
-        masks: the values that hold nothing but zeros and numbers as large as those of masks.
+        masks: the values that hold only zeros and numbers as large as a mask's.
     """
 
     calls: list[FunctionCall] = field(default_factory=list)
@@ -174,7 +177,7 @@ class Recording:
     masks: set[int] = field(default_factory=set)
 
     def is_constant(self, call: FunctionCall) -> bool:
-        """Whether a call computes with parameters alone: engines compute it once, and quantize its result."""
+        """Whether a call computes with parameters only: engines compute it once, and quantize its result."""
         return bool(call.outputs) and all(self.values[value].constant for value in call.outputs)
 
     def numbers(self, model: nn.Module) -> dict[nn.Parameter, int]:
@@ -205,20 +208,20 @@ class Recording:
 
     @cached_property
     def same(self) -> dict[tuple[str | None, str, int], list[FunctionCall]]:
-        """The calls of a complete run by their `site`: a list of the calls that differ by their visit alone."""
+        """The calls of a complete run by their `site`: a list of calls that differ only by their visit."""
         found: dict[tuple[str | None, str, int], list[FunctionCall]] = {}
         for call in self.calls:
             found.setdefault(call.site, []).append(call)
         return found
 
     def constants(self, call: FunctionCall) -> set[str]:
-        """The operands of a call that are parameters, or computed from parameters alone, in all visits."""
+        """The operands of a call that are parameters, or computed from parameters only, in all visits."""
         same = self.same[call.site]
         return {name for name in call.operands if all(self.values[one.operands[name]].constant for one in same)}
 
     @cached_property
     def consumers(self) -> dict[int, list[FunctionCall]]:
-        """For each value of a complete run, the calls that compute something from it, each call once."""
+        """By value of a complete run, the calls that compute something from it, each call once."""
         found: dict[int, list[FunctionCall]] = {}
         for call in self.calls:
             for value in dict.fromkeys(call.inputs if call.outputs else ()):  # others give a number, a text or a shape
@@ -226,7 +229,7 @@ class Recording:
         return found
 
     def steps(self) -> Iterator[tuple[RunStep, Any]]:
-        """Calls in their order, as (CALL, a `FunctionCall`) and (ENTER or LEAVE, a `ModuleCall`)."""
+        """The calls in their order, as (CALL, a `FunctionCall`) and (ENTER or LEAVE, a `ModuleCall`)."""
         done, running = 0, list[ModuleCall]()
         for number, module in enumerate([*self.modules, None]):
             while running and (module is None or running[-1].end <= number):
@@ -272,10 +275,10 @@ def modules_called(model: nn.Module, recording: Recording) -> set[nn.Module]:
 
 
 def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.Module] = ()) -> dict[nn.Module, str]:
-    """The quantized layers whose weight a run reads without a call of them, and the path of the module that reads it.
+    """By quantized layer whose weight a run reads without calling the layer, the path of the module that reads it.
 
     Args:
-        others: layers in float to look for, too, which have one weight.
+        others: layers in float, with one weight each, for which to search, too.
 
     >>> from fakequant.model.run.outputs import record
     >>> class Projects(nn.Module):
@@ -321,7 +324,7 @@ def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.M
 
 
 def read_together(recording: Recording, paths: Iterable[str]) -> dict[str, list[str]]:
-    """For each path that a run calls, the paths whose modules get the same first inputs in all calls, itself included.
+    """By path that a run calls, the paths whose modules get the same first inputs in all calls, itself included.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.ones(1, 4)
@@ -339,10 +342,10 @@ def read_together(recording: Recording, paths: Iterable[str]) -> dict[str, list[
 
 
 class Unreached:
-    """The weights that a run of a model does not reach: no function reads them, and their layer is not called.
+    """The weights that a run of a model does not reach: no function reads the weight, and its layer is not called.
 
-    One run shows which layers read a value. An expert that got no rows, or a head for training, may read it in another
-    run.
+    A run shows which layers read a value. An expert that got no rows, or a head for training, may read the value in
+    another run.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)]), torch.ones(1, 4)
@@ -368,7 +371,7 @@ class Unreached:
         }
 
     def why_not(self, width: int) -> str | None:
-        """Why values with `width` channels cannot be changed, or None."""
+        """The reason why values with `width` channels cannot be changed, or None."""
         name = next((name for name, shape in self._shapes.items() if width in shape), None)
         if name is None:
             return None
@@ -432,7 +435,7 @@ def having(trait: Trait) -> frozenset[str]:
 
 
 def has(name: str, trait: Trait) -> bool:
-    """Whether a function, as a recording names it, has a trait.
+    """Whether a function with a name in a recording has a trait.
 
     >>> has("transpose", Trait.CODES), has("baddbmm", Trait.PRODUCT), has("softmax", Trait.SCALES)
     (True, True, False)
@@ -465,7 +468,7 @@ def is_number(tensor: torch.Tensor) -> bool:
 
 
 def factors_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The factors among the arguments of a product, without bias, mask and summands.
+    """The arguments of a product that are multiplied, without bias, mask and summands.
 
     >>> bias, matrix, vector = torch.ones(2), torch.ones(2, 3), torch.ones(3)
     >>> [list(factor.shape) for factor in factors_of(torch.addmv, "addmv", (bias, matrix, vector), {})]
@@ -511,7 +514,7 @@ def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) 
 
 
 class _NoModules(ModuleTracker):
-    """A tracker that sets no hooks: after an interrupt as the counter ends, torch's would stay on all modules."""
+    """A tracker without hooks: torch's hooks would stay on all modules after an interrupt while the counter ends."""
 
     def __enter__(self) -> _NoModules:
         return self
@@ -520,15 +523,16 @@ class _NoModules(ModuleTracker):
 
 
 _STILL_LARGE = EXTREME / 100
-"""The least size of a mask's numbers after they were multiplied by a factor or a temperature."""
+"""The least magnitude of a mask's numbers after a product with a factor or a temperature."""
 
 
 def masked_values(recording: Recording) -> set[int]:
     """The values that carry numbers of a mask, until a function has removed them.
 
-    A value is a mask if it holds zeros and extreme numbers alone, or if a function wrote extreme numbers into another
-    value. A function of such a value carries the mask on while its result has large numbers; a product does not. Scores
-    with extreme numbers before a softmax, and the mask argument of an attention, are such values too.
+    A value carries a mask if it holds only zeros and extreme numbers, or if a function wrote extreme numbers into
+    another value. The result of a function of a value with a mask carries the mask, too, while it has large numbers;
+    the result of a product does not. Scores with extreme numbers before a softmax, and the mask argument of an
+    attention, also carry a mask.
     """
     sizes = [value.size for value in recording.values]
     found = set(recording.masks)
@@ -549,7 +553,7 @@ def masked_values(recording: Recording) -> set[int]:
 
 
 def warn_of_masks(model: nn.Module, ranges: Mapping[str, Range]) -> None:
-    """Warn of functions whose calibrated ranges hold numbers of a mask, which the example of `prepare` did not have."""
+    """Warn of functions whose calibrated ranges include numbers of a mask, which the example of `prepare` lacked."""
     low: dict[str, float] = {}
     functions: set[str] = set()
     for name, range in ranges.items():
@@ -562,7 +566,7 @@ def warn_of_masks(model: nn.Module, ranges: Mapping[str, Range]) -> None:
     if low:
         first = next(iter(low))
         warn_user(
-            f"the range of {listed(low, 1)} reaches {low[first]:.3g}, as with the numbers of an attention mask: its "
+            f"the range of {listed(low, 1)} reaches {low[first]:.3g}, as with the numbers of an attention mask: the "
             "scale rounds all scores to one value. Give prepare(..., example=) an input with a mask, which leaves "
             f"these functions in float; or leave them in float by Rule('*', ops={(*sorted(functions),)})",
             CalibrationWarning,
@@ -571,12 +575,12 @@ def warn_of_masks(model: nn.Module, ranges: Mapping[str, Range]) -> None:
 
 @dataclass
 class Neighbors:
-    """The modules that make tensors, and the layers that read them.
+    """Some modules, the makers, and the layers that read their outputs.
 
     Attributes:
-        readers: for each maker, the layers whose first argument is its output, or a function of it that is followed.
+        readers: by maker, the layers whose first argument is the maker's output, directly or through functions.
         calls: how often the makers and layers are called.
-        elsewhere: makers whose output, or a parameter of theirs, something else reads or keeps, too.
+        elsewhere: the makers whose output or parameter something else than a layer reads or stores, too.
     """
 
     readers: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
@@ -591,12 +595,12 @@ def find_neighbors(
     layers: Set[nn.Module],
     through: Set[str] | None = None,
 ) -> Neighbors:
-    """Follow the outputs of makers, also through functions such as ReLU.
+    """Find the layers that read the outputs of other modules, the makers, directly or through functions such as ReLU.
 
     Args:
         makers: the modules whose outputs are followed.
         layers: the modules that count as readers.
-        through: functions that outputs are followed through; by default those that keep scales.
+        through: the functions through which outputs are followed; by default functions that a scale passes unchanged.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(1, 4)
@@ -616,7 +620,7 @@ def find_neighbors(
 
 
 class _NeighborWalk:
-    """Goes through a run and notes which modules read the outputs of makers, as for `find_neighbors`."""
+    """Goes through a run and records which modules read the outputs of makers, for `find_neighbors`."""
 
     def __init__(
         self, model: nn.Module, recording: Recording, makers: Set[nn.Module], layers: Set[nn.Module], through: Set[str]
@@ -631,11 +635,11 @@ class _NeighborWalk:
         self._running: list[nn.Module] = []
 
     def read(self, values: Iterable[int]) -> None:
-        """Note that something else than a layer reads or keeps values."""
+        """Record that something else than a layer reads or stores values."""
         self.found.elsewhere.update(self._made[value] for value in values if value in self._made)
 
     def call(self, call: FunctionCall) -> None:
-        """Note what a function reads; within makers and layers only parameters of others count."""
+        """Record the values that a function reads; within makers and layers only parameters of other modules count."""
         owners = [self._owners[value] for value in call.read if value in self._owners]
         self.found.elsewhere.update(owner for owner in owners if owner not in self._running)
         if not self._running:
@@ -644,7 +648,7 @@ class _NeighborWalk:
                 self._made[call.outputs[0]] = maker
 
     def module(self, one: ModuleCall, *, entered: bool) -> None:
-        """Note the start or the end of a module's call."""
+        """Record the start or the end of a module's call."""
         module = self._modules[one.path]
         if module not in self._makers and module not in self._layers:
             return
@@ -659,7 +663,7 @@ class _NeighborWalk:
             self._made[one.output] = module
 
     def _take(self, values: tuple[int, ...], *, followed: bool) -> nn.Module | None:
-        """The maker of the first value, if that is `followed`; all other values are noted as read elsewhere."""
+        """The maker of the first value, if the value is `followed`; all other values are recorded as read elsewhere."""
         maker = self._made.get(values[0]) if followed and values else None
         self.read(values if maker is None else values[1:])
         return maker

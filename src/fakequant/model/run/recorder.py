@@ -1,8 +1,8 @@
 """Records a run of a model: every call of a torch function or a module, and the data flow.
 
-Nothing is traced: the model runs once as it is, so that everything that runs can be recorded. The call that made a
-tensor is known by the identity of the tensor, which is not kept alive. A write to a tensor makes a new value of this
-tensor and of all that share its memory. A call that returns its argument unwritten, as `x.float()` may, is left out.
+Nothing is traced: the model runs once, unchanged, so that everything that runs can be recorded. The call that made a
+tensor is known by the identity of the tensor, which may be freed. A write to a tensor makes a new value of this tensor
+and of all tensors that share its memory. A call that returns its argument unchanged, as `x.float()` may, is left out.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ADDED = 1000  # tensors after which dead ones are dropped; as many as living on
 
 
 class Tensors:
-    """The numbers of the tensors of a run, by the identity of a tensor and by its memory. No tensor is kept alive.
+    """The numbers of the tensors of a run, by the identity of a tensor and by its memory. Tensors may be freed.
 
     >>> found, x = Tensors(), torch.zeros(4)
     >>> views = x[:2], x[2:]
@@ -63,7 +63,7 @@ class Tensors:
         self._left = _ADDED
 
     def add(self, tensor: Tensor, number: int) -> None:
-        """Give a tensor a number, which replaces an earlier number of the same tensor."""
+        """Give a tensor a number, which replaces an earlier number of the tensor."""
         self._left -= 1
         if not self._left:
             self._held = {key: own for key, own in self._held.items() if own[0]() is not None}
@@ -83,11 +83,11 @@ class Tensors:
         return number if one is not None and one() is tensor else None
 
     def numbers(self) -> frozenset[int]:
-        """The last numbers of all tensors that are still alive."""
+        """The last numbers of all tensors that are still in memory."""
         return frozenset(number for one, number in self._held.values() if one() is not None)
 
     def sharing(self, written: Tensor) -> list[tuple[Tensor, float]]:
-        """The other tensors that overlap `written` in memory, each with the share of its elements that overlap."""
+        """Other tensors that overlap `written` in memory, each with the share of its elements that overlap."""
         memory = memory_of(written)
         held = [] if memory is None else [one() for one in self._by_memory.get(memory, {}).values()]
         others = [x for x in held if x is not None and x is not written]
@@ -110,12 +110,12 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def _elements(marks: Tensor, tensor: Tensor) -> Tensor:
-    """The marks of a tensor's elements, as a view of the marks [elements of the storage]."""
+    """The marks of a tensor's elements, a view of the marks [elements] of the storage."""
     return marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest magnitude in a float tensor, NaN if it holds NaN; 0 for other tensors and kinds without `aminmax`.
+    """The largest magnitude in a float tensor, NaN if it holds NaN; 0 for other tensors and dtypes without `aminmax`.
 
     >>> largest(torch.tensor([1.0, -torch.inf])), largest(torch.ones(2, dtype=torch.int64))
     (inf, 0.0)
@@ -129,7 +129,7 @@ def largest(tensor: Tensor) -> float:
 
 
 def holds_mask(tensor: Tensor, extreme: float) -> bool:
-    """Whether a float tensor has zeros and extreme numbers alone, or one negative extreme number.
+    """Whether a float tensor has only zeros and extreme numbers, or is one negative extreme number.
 
     >>> holds_mask(torch.tensor([0.0, -1e9, 0.0]), 1e4), holds_mask(torch.tensor([0.5, -1e9]), 1e4)
     (True, False)
@@ -149,7 +149,7 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 class Detail(NamedTuple):
-    """The attributes of a `FunctionCall` that only functions that can be quantized have."""
+    """The attributes of a `FunctionCall` for functions that can be quantized."""
 
     operands: dict[str, int]
     where: tuple[tuple[CodeType, int], ...]
@@ -164,7 +164,7 @@ _NOT_IN_PLACE = frozenset({"__index__", "__int__", "__invert__", "__iter__"})
 class Recorder(TorchFunctionMode):
     """Fills a recording while a model runs unchanged.
 
-    Modules that the model calls in other threads are noted without their functions, which this thread does not see.
+    Modules that the model calls in other threads are recorded without their functions, which this thread does not see.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -176,7 +176,7 @@ class Recorder(TorchFunctionMode):
         self.tensors = Tensors()
         self.running: list[tuple[str | None, int]] = []
         self.branching: list[tuple[str | None, int]] | None = None
-        """The module call that runs `torch.cond` or a loop of torch; None outside of these."""
+        """The module call that runs `torch.cond` or a loop of torch; None outside of `torch.cond` and loops."""
         self.open: list[ModuleCall] = []
         self.paused = self.over = False
         self.thread = get_ident()
@@ -242,7 +242,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _named(self, func: Any, args: Any, kwargs: Any) -> tuple[CalledAs | None, str]:
-        """The entry of a function in the table of sites, None if the call cannot be a site; and its recorded name."""
+        """The entry of a function in the table of functions, None if it cannot be quantized; and its recorded name."""
         called = called_as(func)
         name = name_of(func) if called is None else called.function.name
         return called, name if kwargs.get("alpha", 1) == 1 else name + TIMES_A_NUMBER
@@ -251,7 +251,7 @@ class Recorder(TorchFunctionMode):
         return PLAIN
 
     def _computed(self, product: str, run: Callable[[], Any], factors: list[Tensor]) -> tuple[Any, int]:
-        """The result of a function, and its multiply-accumulates; `factors` is empty for others than products."""
+        """The result of a function, and its multiply-accumulates; `factors` is empty if it computes no product."""
         return run(), 0
 
     def _size(self, tensor: Tensor, number: int) -> float:
@@ -259,7 +259,7 @@ class Recorder(TorchFunctionMode):
         return 0.0
 
     def _branch(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function for `torch.cond` or a loop of torch, recorded; calls in it cannot be sites of the owner."""
+        """A function for `torch.cond` or a loop of torch whose calls are recorded, but cannot be quantized."""
         branching = self.running[-1:]
 
         def run(*args: Any) -> Any:
@@ -306,7 +306,7 @@ class Recorder(TorchFunctionMode):
         """Put hooks around the calls of a module: lambdas, because a model that copies the module would copy methods.
 
         Args:
-            keep: gets the handle of each hook at once, so that an interrupt between two leaves none.
+            keep: gets the handle of each hook at once, so that no hook stays after an interrupt between two hooks.
         """
         if quantizes(module):
             keep(module.register_forward_pre_hook(lambda *_: self._pause()))
@@ -323,14 +323,14 @@ class Recorder(TorchFunctionMode):
         self.paused = self.paused or self.is_here()
 
     def _resume(self, args: tuple[Tensor, ...], result: Any) -> None:
-        """Note the call of a quantizer; one that only observes returns its input, which is no new value."""
+        """Record the call of a quantizer; a quantizer that only observes returns its input, which is no new value."""
         if self.is_here():
             self.paused = False
             made = [] if result is args[0] or not isinstance(result, Tensor) else [result]
             self._note(QUANTIZER, (self.value_of(args[0]),), made, 0, PLAIN)
 
     def enter(self, path: str, args: Any, kwargs: Any) -> None:
-        """Note that the call of a module begins."""
+        """Record that the call of a module begins."""
         calls, modules = self.recording.calls, self.recording.modules
         if self.is_here():
             self.running.append((path, self.recording.visits[path]))
@@ -342,7 +342,7 @@ class Recorder(TorchFunctionMode):
             modules.append(ModuleCall(path, (), len(calls), len(calls), len(modules) + 1))
 
     def leave(self, result: Any) -> None:
-        """Note that the innermost running call of a module ends."""
+        """Record that the innermost running call of a module ends."""
         if self.is_here():
             self.running.pop()
             one = self.open.pop()
@@ -372,7 +372,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def name_of(func: Any) -> str:
-    """The name of a function of torch; without underscores, which mark functions in place and operators."""
+    """The name of a function of torch, without the underscores of in-place functions and operators."""
     name: str = getattr(func, "__name__", str(func))
     if name == "__get__":  # a property, as `x.mT`
         return func.__self__.__name__  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Trace a model with torch.export, and inline the parts that torch.export wraps in operators of their own."""
+"""Trace a model with torch.export, and inline the subgraphs that torch.export wraps in operators."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?P<name>[^']+)'> in output")
 _ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (was|were) assigned during export")
 _KEPT = "fake tensor in the exported program"
 _CACHE = "use_cache"
-"""The argument that tells a decoder whether to return keys and values together with its result."""
+"""The argument by which a decoder returns keys and values together with its result."""
 _LENGTH = re.compile(r"L\['(\w+)'\]((?:\[[^\]]+\])*)\.size\(\)\[(\d+)\]")
-"""The length of an axis of an input in the conditions of torch.export."""
+"""A pattern of the length of an input's axis in the conditions of torch.export."""
 _TRACEBACKS = "torch._subclasses.fake_tensor"
 """The logger to which torch writes the traceback of an error in tracing; it raises the error, too."""
 
@@ -64,7 +64,7 @@ def traced_program(
         tensors = [id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if len(set(tensors)) == len(tensors):
             raise
-        warn_user(f"the example has one tensor for several arguments, and the model takes no others: {error}")
+        warn_user(f"the example has one tensor for several arguments, and the model takes no other tensors: {error}")
         own: dict[int, Tensor] = {}
         example = pytree.tree_map_only(Tensor, lambda x: own.setdefault(id(x), x.detach()), (args, kwargs))
         return _traced(model, example, dynamic_shapes)
@@ -101,15 +101,15 @@ def _constants_said(model: nn.Module) -> Iterator[None]:
     if written:
         shown = listed([f"{name} ({value})" for name, value in written.items()], 4)
         warn_user(
-            f"forward writes values of Python, which are constants in the graph: {shown}. Keep those on which outputs "
-            "depend in buffers, as by self.register_buffer('steps', torch.zeros(())) and self.steps.add_(1)"
+            f"forward writes values of Python, which are constants in the graph: {shown}. If outputs depend on one, "
+            "make it a buffer, as by self.register_buffer('steps', torch.zeros(())) and self.steps.add_(1)"
         )
 
 
 def _warn_of_lengths(program: ExportedProgram, model: nn.Module, example: Any) -> None:
-    """Warn where a graph is right for some lengths of dynamic axes alone, because `forward` asks for these lengths.
+    """Warn if a graph is right only for some lengths of dynamic axes, because `forward` asks for these lengths.
 
-    torch checks these conditions when its own program runs; a graph and a file have no place for them.
+    torch checks these conditions when its program runs; a graph and a file have no place for conditions.
     """
     held: Any = inspect.signature(model.forward).bind(*example[0], **example[1]).arguments
     lengths = {length for x in pytree.tree_leaves(dict(held)) if isinstance(x, Tensor) for length in x.shape}
@@ -122,8 +122,8 @@ def _warn_of_lengths(program: ExportedProgram, model: nn.Module, example: Any) -
                 break
     if false:
         warn_user(
-            f"the graph is right only where {listed(false, 3, between='; ')}: forward asks for these lengths of "
-            "dynamic axes. For others compute with x.shape and tensors, without int(), float() and if; or leave the "
+            f"the graph is right only if {listed(false, 3, between='; ')}: forward asks for these lengths of dynamic "
+            "axes. For other lengths compute with x.shape and tensors, without int(), float() and if; or leave the "
             "axis static"
         )
 
@@ -152,8 +152,8 @@ def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProg
             else:
                 warn_user(
                     f"forward assigns {assigned['names'].replace('self.', '')}, whose present values become constants: "
-                    "each run starts from them. Register them by register_buffer, and export_onnx makes inputs and "
-                    "outputs of them, or make them arguments"
+                    "each run starts from these values. Register them by register_buffer, so that export_onnx makes "
+                    "inputs and outputs of them, or make them arguments"
                 )
         _warn_of_lengths(program, model, example)
         return program
@@ -168,7 +168,7 @@ def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProg
     except RuntimeError as error:
         if _KEPT in str(error):
             raise ExportError(
-                "forward keeps a tensor that it computes where tracing cannot see it, as by self.h.data = y; write "
+                "forward stores a tensor that it computes where tracing cannot see it, as by self.h.data = y; write "
                 "self.h.copy_(y) to a buffer, or return the tensor"
             ) from error
         if (found := _UNKNOWN_OUTPUT.search(str(error))) is None:
@@ -190,10 +190,10 @@ def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProg
 
 @contextmanager
 def example_named(model: nn.Module, arguments: Arguments) -> Iterator[None]:
-    """A context that turns an error of tracing into one with shapes and layer, if the model fails on the example, too.
+    """A context that turns an error of tracing into one with shapes and layer if the model also fails on the example.
 
     Raises:
-        ExportError: a call of the model with the example fails, too. Other errors stay.
+        ExportError: a call of the model with the example fails, too. Other errors are not changed.
     """
     log = logging.getLogger(_TRACEBACKS)
     level = log.level
@@ -217,7 +217,7 @@ def example_named(model: nn.Module, arguments: Arguments) -> Iterator[None]:
 def separate(example: Any) -> Any:
     """A copy of an example that shares its memory: torch.export marks axes on the tensors that it gets.
 
-    A tensor that occurs twice becomes two, because torch.export would make one input of both.
+    A tensor that occurs twice becomes two tensors, because torch.export would make one input of both.
     """
     seen: set[int] = set()
 
@@ -230,7 +230,7 @@ def separate(example: Any) -> Any:
 
 
 def _single(x: Any, shapes: Any) -> Iterator[tuple[Tensor, int]]:
-    """The tensors of an argument with a dynamic axis of length 1, and that axis."""
+    """The tensors of an argument that have a dynamic axis of length 1, each with the axis."""
     if shapes is None:
         return
     items = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes)
@@ -245,10 +245,10 @@ def _single(x: Any, shapes: Any) -> Iterator[tuple[Tensor, int]]:
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Silence reports of torch's exporters about themselves: missing packages, their use of deprecated functions.
+    """A context that silences reports of torch's exporters about themselves: missing packages, deprecated functions.
 
     Args:
-        names: loggers that report errors only.
+        names: the loggers that report only errors in the context.
     """
     logs = [logging.getLogger(name) for name in names]
     levels = [log.level for log in logs]
@@ -270,18 +270,19 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 def inline_regions(program: ExportedProgram, *, gradients: bool) -> None:
-    """Replace every subgraph that torch exported with its own gradient or autocast mode by its operations, in place.
+    """Replace every subgraph that sets a gradient mode, or disables autocast, by its operations, in place.
 
-    Where the program has gradients, a part without them reads detached tensors: no gradient passes, and kernels are
-    chosen as where gradients are off. A part under autocast stays.
+    torch.export makes such a subgraph from a `torch.no_grad` or another mode in `forward`. In a program with gradients,
+    a subgraph without gradients gets detached inputs: no gradient passes, and kernels are chosen as without gradients.
+    A subgraph that enables autocast is not replaced.
 
     Args:
-        program: exported with gradients enabled, where each such part must be without gradients, or with gradients
-            disabled, where the modes of parts mean nothing.
-        gradients: whether it was exported with gradients enabled.
+        program: the program, which is changed.
+        gradients: whether it was exported with gradients enabled; if not, the gradient modes of subgraphs have no
+            effect.
 
     Raises:
-        GraphError: a part has gradients where the model has none.
+        GraphError: `gradients` is true, and a subgraph enables gradients by `torch.enable_grad`.
     """
     renamed: dict[str, str] = {}
     while regions := [
@@ -302,11 +303,11 @@ def inline_regions(program: ExportedProgram, *, gradients: bool) -> None:
 
 
 def _inline(module: fx.GraphModule, node: fx.Node, gradients: bool) -> dict[str, str]:
-    """Replace one call of a subgraph by its operations; returns the new names of its results by the old names."""
+    """Replace a call of a subgraph by its operations; returns the new names of its results by the old names."""
     is_mode = node.target is _GRADIENTS
     body, *inputs = cast("list[Any]", list(node.args[1 if is_mode else 4 :]))
     if is_mode and gradients and node.args[0]:
-        raise GraphError("torch.enable_grad in a part of the model cannot be in a graph; compute that part outside")
+        raise GraphError("a graph cannot hold torch.enable_grad around a part of the model; compute that part outside")
     part: fx.GraphModule = getattr(module, body.target)
     graph = module.graph
     copies: dict[fx.Node, Any] = {}

@@ -51,16 +51,17 @@ Model = TypeVar("Model", bound=nn.Module)
 def apply(model: Model, state: QuantizedState) -> Model:
     """Put a quantized state into a fresh float model of the same architecture, in place; the model is returned.
 
-    What can be checked is checked before the model changes; what fails later is undone, for which the values of the
-    model are kept on the CPU for the time of the call. A model on the meta device has no values: it gets memory on
-    torch's default device, without a second copy; tensors that share memory share it afterwards, too. Of a model that
-    `fully_shard` or `parallelize_module` splits, each process keeps its part: all processes call this, and an error of
-    one is raised in all.
+    Most checks come before the model changes. After a later error the changes are undone: the values of the model are
+    stored on the CPU for the time of the call. A model on the meta device has no values: it gets memory on torch's
+    default device, without a second copy; tensors that share memory share it afterwards, too. If `fully_shard` or
+    `parallelize_module` splits the model, each process sets its part: all processes must call `apply`, and an error of
+    one process is raised in all.
 
     Raises:
-        CheckpointError: a state of another architecture, scales, zero points or codes that no quantizer accepts, blocks
-            that are split between processes, a prepared model, or a tensor on the meta device that the state lacks.
-        Exception: what a module's own `_load_from_state_dict` raises. After every error the model is as before.
+        CheckpointError: the state has another architecture, or scales, zero points or codes that no quantizer accepts;
+            blocks are split between processes; the model is prepared; or the state lacks a tensor that is on the meta
+            device.
+        Exception: a module's own `_load_from_state_dict` failed. After every error the model is unchanged.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "int8_weight_only")
     >>> again = apply(nn.Sequential(nn.Linear(4, 4)), snapshot(model))
@@ -73,14 +74,14 @@ def apply(model: Model, state: QuantizedState) -> Model:
 
 @accepts_wrapped_model
 def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]]) -> Model:
-    """`apply` with a function that reads the state, so that an error of one process in reading is raised in all.
+    """`apply` with a function that reads the state, so that a reading error of one process is raised in all.
 
     Args:
         read: returns the state, and a digest of its values or "". Its argument is True in the first process, which may
             check more.
 
     Raises:
-        CheckpointError: the processes read different checkpoints, and see `apply`.
+        CheckpointError: the processes read different checkpoints; or for the reasons of `apply`.
     """
     undo = in_order()
     try:
@@ -97,7 +98,7 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
             learns = any(entry.learned for _, _, entry in state.quantizers())
             if learns and parallel_group(model) is None and (name := first_sharded(model)):
                 raise CheckpointError(
-                    f"the checkpoint has learned scales, which fully_shard must know as parameters, and the model is "
+                    f"the checkpoint has learned scales, which fully_shard must know as parameters, but the model is "
                     f"sharded, the first weight is {name}; load before fully_shard, or fix the scales before save by "
                     "fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED)"
                 )
@@ -157,7 +158,7 @@ def outline_of(tensors: Mapping[str, Any], plan: Any) -> str:
 
 
 def check_plan(model: nn.Module, plan: Plan) -> None:
-    """Raise a CheckpointError where the modules of a float model are not those of a plan."""
+    """Raise a CheckpointError if the modules of a float model are not the modules of a plan."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if missing := [name for name in plan.layers if name not in modules]:
         raise CheckpointError(
@@ -194,7 +195,7 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
 
 
 def restore_plan(model: nn.Module, plan: Plan) -> None:
-    """Turn layers of a float model into their quantized forms, and make its sites, as a checked plan says."""
+    """Turn layers of a float model into their quantized forms, and add quantizers to functions, by a checked plan."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     for name, entry in plan.layers.items():
         layer = modules[name]
@@ -216,10 +217,10 @@ def restore_plan(model: nn.Module, plan: Plan) -> None:
 
 
 def finish_loading(model: nn.Module, plan: Plan) -> None:
-    """Finish a model from `restore_plan` after another loader has set its tensors: check ranges, share learned ones.
+    """Finish a model of `restore_plan` after another loader has set its tensors: check ranges, and share learned ones.
 
     Raises:
-        CheckpointError: scales or zero points that no quantizer accepts.
+        CheckpointError: a quantizer does not accept its scales or zero points.
     """
     share_learned(model)
     check_ranges(dict(model.named_modules()), plan, model.state_dict(), is_wide(model))
@@ -240,7 +241,7 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
     codes, scales = _Codes(state.weights), dict[str, tuple[list[str], Tensor]]()
     for name, source in state.shared.items():
         if name in tensors or (source not in tensors and source not in coded):
-            raise CheckpointError(f"the checkpoint is damaged: {name} shares no tensor of it")
+            raise CheckpointError(f"the checkpoint is damaged: {name} shares no tensor of the checkpoint")
     readers: dict[str, list[str]] = {}
     for path, name in weight_places(modules, state).items():
         readers.setdefault(state.shared.get(name, name), []).append(path)
@@ -254,7 +255,7 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
             shown = ", ".join(f"{path} is {entry.tensor}" for path, entry in held.items())
             raise CheckpointError(
                 f"the checkpoint has codes of {name} as {weight.spec} with fixed scales, but no quantizer of this "
-                f"weight has these: {shown or 'no layer and no function of the plan reads it'}"
+                f"weight has this specification: {shown or 'no layer and no function of the plan reads it'}"
             )
         if not weight.codes.is_meta:  # else they are checked when they are made
             _check_codes(name, weight)
@@ -276,7 +277,7 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
 
 
 class _Codes:
-    """Keeps the last weight as codes, so that its values and its integers, read one after the other, are made once."""
+    """Stores the last weight as codes, so that its values and its integers, read in turn, are made from one reading."""
 
     def __init__(self, weights: Mapping[str, WeightCodes]) -> None:
         self._weights, self._last = weights, ("", cast("WeightCodes", None))
@@ -293,7 +294,7 @@ class _Codes:
         return LazyTensor(tuple(weight.shape), weight.dtype, lambda: self._of(name).values())
 
     def integers(self, name: str, weight: WeightCodes) -> LazyTensor:
-        """The codes of a weight as a quantizer keeps them."""
+        """The codes of a weight in the form that a quantizer stores."""
         kind = integers_of(weight.spec.format)
         return LazyTensor(tuple(weight.shape), kind, lambda: as_integers(self._of(name).codes))
 
@@ -311,11 +312,11 @@ def _check_dtypes(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         dtype = own.get(name, value.dtype)
         if dtype != value.dtype and not (dtype.is_floating_point and value.dtype.is_floating_point):
             raise CheckpointError(
-                f"the checkpoint does not fit the model: {name} is stored as {value.dtype}, and the model has {dtype}; "
+                f"the checkpoint does not fit the model: {name} is stored as {value.dtype}, but the model has {dtype}; "
                 "build the model with the dtypes that were saved"
             )
 
 
 def _make_transform(layer: nn.Module, entry: LayerEntry) -> InputTransform | None:
-    """The transform of a layer's input, whose buffers the tensors of the checkpoint set."""
+    """The transform of a layer's input; tensors of the checkpoint later set its buffers."""
     return None if entry.transform is None else make_transform(entry.transform.kind, layer, **entry.transform.options)

@@ -1,4 +1,4 @@
-"""Save and load a quantized model: a codec of its snapshot, written whole or not at all."""
+"""Save and load a quantized model as a folder, which is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MANIFEST = "fakequant.json"
 """The name of the file with the manifest of a checkpoint."""
 
 VERSION = 1
-"""The version of manifests that are written and read."""
+"""The version of the manifests that this package writes and reads."""
 
 _ORDER = ("tensors", "previous", "shared", "versions", "layers", "sites", "packed", "stale")
 _OWN_NAME = re.compile(r"model-[0-9a-f]{16}\.safetensors")
@@ -90,11 +90,11 @@ class PackedEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Plan):
-    """The content of `fakequant.json`: a plan, and which file and which form its tensors have.
+    """The content of `fakequant.json`: a plan, and the file and the form of its tensors.
 
     Attributes:
         tensors: the file of the tensors.
-        previous: the tensor file of the manifest that this one replaced; it is kept until the next save.
+        previous: the tensor file of the replaced manifest; it stays until the next save.
         packed: the weights that are stored as codes, by name.
     """
 
@@ -120,7 +120,7 @@ def tensor_file_name(sha256: str) -> str:
 
 
 def named_files(folder: Path) -> list[str]:
-    """The tensor files that the manifest in a folder names, the current one first; none where it cannot be read."""
+    """The tensor files that the manifest in a folder names, the current file first; [] if it cannot be read."""
     try:
         values = json.loads(read_whole(folder / MANIFEST))
         names = [values["tensors"]["file"], values.get("previous")]
@@ -140,10 +140,10 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def remove_unnamed(folder: Path, known: Iterable[str] = ()) -> None:
-    """Remove the tensor files that the manifest of a checkpoint does not name, as of models that were there before.
+    """Remove tensor files that the manifest of a checkpoint does not name, such as files of earlier models.
 
     Args:
-        known: names in an earlier manifest; any other file is removed if its name has the digest of its content.
+        known: names in an earlier manifest; any other file is removed only if its name has the digest of its content.
     """
     named, known = named_files(folder), {*known}
     for path in list(folder.iterdir()):
@@ -176,8 +176,8 @@ def read_manifest(folder: Path) -> Manifest:
     version = values.pop("fakequant", None) if isinstance(values, dict) else None
     if type(version) is int and version > VERSION:
         raise CheckpointError(
-            f"{path} is a checkpoint of version {version}, written by a later version of fakequant; this one reads "
-            f"version {VERSION}: update fakequant"
+            f"{path} is a checkpoint of version {version}, written by a later version of fakequant; this version "
+            f"reads version {VERSION}: update fakequant"
         )
     if type(version) is not int or version != VERSION:
         raise CheckpointError(f"{path} is no checkpoint of version {VERSION}")
@@ -195,14 +195,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 _CHUNK = 1 << 18
-"""Codes that are packed to bits at once: a multiple of 8, so that each chunk ends with a whole byte."""
+"""How many codes are packed to bits at once: a multiple of 8, so that each chunk ends with a whole byte."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.float16)}
 _DTYPES["bfloat16"] = torch.bfloat16
 _NAMED = 4
 
 
 class Encoded(NamedTuple):
-    """The tensors of a file, and the entries of its manifest for weights that are stored as codes."""
+    """The tensors of a file, and the manifest's entries for weights that are stored as codes."""
 
     tensors: dict[str, Tensor | LazyTensor]
     packed: dict[str, PackedEntry]
@@ -212,7 +212,7 @@ def encode(state: QuantizedState, *, packed: bool) -> Encoded:
     """The tensors that are written for a state.
 
     Args:
-        packed: write weights as codes where they have some; one warning names those that stay in float.
+        packed: whether to write weights as codes; one warning names the weights without codes, which stay in float.
     """
     weights = dict.fromkeys(state.weights) if packed else {}
     tensors: dict[str, Tensor | LazyTensor] = {
@@ -254,7 +254,7 @@ def _rules(spec: QuantSpec) -> dict[str, ScaleSpec]:
 
 
 def _bytes_of(rule: ScaleSpec, values: Tensor) -> Tensor:
-    """Scales as bytes: codes in their storage dtype; with shared scales, codes packed to bits and then these."""
+    """Scales as bytes: codes in their storage dtype, or codes packed to bits and then the second-level scales."""
     codes, shared = rule.split(values.cpu())
     if rule.format is None or shared is None:
         return codes.contiguous().view(torch.uint8)
@@ -292,7 +292,7 @@ def decode(manifest: Manifest, tensors: LazyTensors, source: str) -> QuantizedSt
         source: the path of the manifest, for messages.
 
     Raises:
-        CheckpointError: an entry for codes that fits neither its tensor nor a static quantizer of the checkpoint.
+        CheckpointError: the entry of a weight fits neither its tensor nor a static quantizer of the checkpoint.
     """
     found: dict[str, Tensor | LazyTensor] = {key: tensors.lazy[key] for key in tensors if key not in manifest.packed}
     entries: dict[str, tuple[PackedEntry, QuantSpec]] = {}
@@ -321,10 +321,10 @@ def decode(manifest: Manifest, tensors: LazyTensors, source: str) -> QuantizedSt
 
 
 class PackedWeights(Mapping[str, WeightCodes]):
-    """Weights that a file holds as codes, made at each access and not kept.
+    """The weights that a file holds as codes; each weight is read anew at each access.
 
     Args:
-        entries: the entry of the manifest and the specification of each weight.
+        entries: by weight, its entry in the manifest and its specification.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class PackedWeights(Mapping[str, WeightCodes]):
             raise CheckpointError(f"{self._source} is damaged: the codes of {name} {error}") from error
 
     def uncoded(self, name: str) -> WeightCodes:
-        """A weight as codes whose codes are a meta tensor: shape and scales, without reading the codes."""
+        """A weight with its shape and scales, but a meta tensor in place of the codes, which are not read."""
         entry, spec = self._entries[name]
         return self._with(name, torch.empty(entry.shape, dtype=spec.format.storage, device="meta"))
 
@@ -365,7 +365,7 @@ class _BadCodes(Exception):
 
 
 def _to_bytes(codes: Tensor, format: Format) -> Tensor:
-    """Codes as bytes [ceil(codes * bits / 8)], the first code in the lowest bits."""
+    """Codes as bytes [ceil(codes * bits / 8)]; the first code is in the lowest bits."""
     patterns, places = patterns_of(codes.flatten(), format).numpy(), np.arange(format.bits, dtype=np.int32)
     parts = [np.zeros(0, np.uint8)]
     for start in range(0, len(patterns), _CHUNK):
@@ -382,7 +382,7 @@ def _check_bytes(stored: Tensor | LazyTensor | None, format: Format, shape: Sequ
 
 
 def _from_bytes(stored: Tensor, format: Format, shape: Sequence[int]) -> Tensor:
-    """The codes of `_to_bytes` in the storage of their format and a shape."""
+    """The codes that `_to_bytes` packed, in the storage dtype of their format and with a shape."""
     _check_bytes(stored, format, shape)
     elements, bits = prod(shape), format.bits
     patterns = np.empty(elements, np.int32)
@@ -408,25 +408,25 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
     """Write a prepared model to a folder, so that `load` restores it into a fresh float model.
 
     The folder gets `fakequant.json` (which layers are quantized, how) and one `.safetensors` file (parameters and
-    buffers) named by its content. The JSON is replaced last and in one step: a run that is interrupted leaves either
-    the old model or the new one. The tensors of the model that was there before are kept until the next save, for
-    processes that read them now; other files in the folder are left alone. Several processes may save to one folder at
-    once (the last one's model stays), but one is enough: of data-parallel ranks let one save. Weights that are sharded
-    over processes are gathered: all of these must call `save`, and an error of one is raised in all. It writes one
-    tensor after the other, and makes no second copy of the model.
+    buffers) named by its content. The JSON is replaced last and in one step: an interrupted run leaves either the old
+    model or the new model. The tensors of the old model stay until the next save, for processes that read them now;
+    other files in the folder are not changed. Several processes may save to one folder at once (the last model stays),
+    but one is enough: let only one of data-parallel ranks save. If weights are sharded over processes, all these
+    processes must call `save`, which gathers the weights; an error of one process is raised in all. Tensors are written
+    one after the other, without a second copy of the model.
 
     Args:
         model: a prepared model.
         directory: the folder.
-        packed: store quantized weights as codes, two 4-bit codes in a byte: the sizes that `summary` gives. `load` sets
-            them to the values of the codes, so that the model computes the same bits; the float weights are lost, and
-            with them a good start for training on. Weights without scales get those of their next call, in the file
-            alone. One warning names the weights that stay in float.
-        format: of the files: "fakequant", or one of `register_codec`, which has other files.
+        packed: whether to store quantized weights as codes, two 4-bit codes in a byte: the sizes that `summary` gives.
+            `load` sets the weights to the values of the codes, so that the model computes the same bits; the float
+            weights are lost, and with them a good start for more training. Weights without scales get the scales of
+            their next call, but only in the file. One warning names the weights that stay in float.
+        format: the format of the files: "fakequant", or a format of `register_codec`.
 
     Raises:
-        CheckpointError: the model is not prepared, an unknown format, or safetensors is missing.
-        SpecError: a number format that is not registered, so that the checkpoint could not be loaded.
+        CheckpointError: the model is not prepared, the format is unknown, or safetensors is missing.
+        SpecError: a number format is not registered, so that the checkpoint could not be loaded.
         OutputError: the folder cannot be written.
 
     >>> from tempfile import TemporaryDirectory
@@ -442,7 +442,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
         other = None if format == FORMAT else codec(format)
         if other is not None and packed:
             raise CheckpointError(
-                f'packed=True is for the format "{FORMAT}" alone, got format={format!r}; leave packed out'
+                f'packed=True is only for the format "{FORMAT}", got format={format!r}; leave packed out'
             )
         refuse_unprepared(model, CheckpointError, ", or save a float model with torch.save")
         if devices := {one.device.name for one in quantizers(model).values() if one.device is not None}:
@@ -468,7 +468,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
 
 
 def _write(folder: Path, state: QuantizedState, encoded: Encoded, processes: Ranks) -> None:
-    """Write the two files; a process that dies leaves the model that was there, or this one."""
+    """Write the two files; a process that dies leaves the old model or the new model."""
     nothing = TensorEntry(tensor_file_name("0" * 64), "0" * 64, 0)
     Manifest(tensors=nothing, packed=encoded.packed, **state.fields()).to_bytes()  # raises before anything is written
     digest, size = hashlib.sha256(), 0
@@ -500,17 +500,17 @@ def load(model: Model, directory: str | os.PathLike[str], *, format: str = FORMA
 
     A model on the meta device gets memory tensor by tensor, and needs no second copy; see `apply` for others. If
     `fully_shard` or `parallelize_module` splits the model, each process reads its part of the weights, and the first
-    process alone reads the whole file, to compare its SHA-256.
+    process also reads the whole file, to compare its SHA-256.
 
     Args:
-        model: in float.
+        model: a float model.
         directory: the folder that `save` wrote.
-        format: that of the files, as `save` got it.
+        format: the format of the files, as for `save`.
 
     Raises:
-        CheckpointError: no checkpoint there, a damaged one, one of another architecture or of a later version, scales
-            or zero points that no quantizer accepts, blocks split between processes, or safetensors is missing.
-        Exception: what a module's own `_load_from_state_dict` raises. After every error the model is as before.
+        CheckpointError: the checkpoint is missing, damaged, or of another architecture or a later version; a quantizer
+            does not accept its scales or zero points; blocks are split between processes; or safetensors is missing.
+        Exception: a module's own `_load_from_state_dict` failed. After every error the model is unchanged.
 
     >>> from tempfile import TemporaryDirectory
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
@@ -529,11 +529,11 @@ def load(model: Model, directory: str | os.PathLike[str], *, format: str = FORMA
 
 
 def read(folder: Path, *, checked: bool = True) -> tuple[QuantizedState, str]:
-    """The state that `save` wrote, whose tensors are read at each access, and the SHA-256 that was recorded.
+    """The state that `save` wrote, whose tensors are read at each access, and the recorded SHA-256.
 
     Args:
-        folder: of the checkpoint.
-        checked: whether the content is compared with the SHA-256, for which all of it is read.
+        folder: the folder of the checkpoint.
+        checked: whether to read the whole content and compare its SHA-256.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -550,7 +550,7 @@ def read(folder: Path, *, checked: bool = True) -> tuple[QuantizedState, str]:
                     f"{path} is truncated or damaged: {found.st_size} bytes instead of {manifest.tensors.bytes}"
                 )
             if checked and _digest(path) != manifest.tensors.sha256:
-                raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was recorded")
+                raise CheckpointError(f"{path} is damaged: its SHA-256 is not the recorded SHA-256")
             tensors = StoredTensors(path)
         except FileNotFoundError as error:
             newer = read_manifest(folder)

@@ -1,4 +1,4 @@
-"""The places of a state's tensors in a model: a tensor is read when it is copied there, this process's part alone."""
+"""The places of a state's tensors in a model: a tensor is read when it is copied there, only this process's part."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ _READS = frozenset([Tensor.copy_, Tensor.clone, torch.clone, torch.empty_like])
 
 
 class Placed(Tensor):
-    """A lazy tensor on the device of its place in a model: its values are read when they are copied, and not kept.
+    """A lazy tensor on the device of its place in a model: its values are read anew whenever they are copied.
 
-    Any other operation, such as one in a module's hook, works on a copy, which is kept for writes into it.
+    Any other operation, such as a module's hook, works on a copy, which is stored because it may be written.
 
     Args:
-        source: shape, dtype, and how the whole tensor is read.
-        device: of the values.
+        source: the shape, the dtype, and a function that reads the whole tensor.
+        device: the device of the values.
         make: reads the part that the model holds, by default the whole tensor.
     """
 
@@ -104,7 +104,7 @@ class Placed(Tensor):
 
 
 def copy_kept(model: nn.Module) -> None:
-    """Replace each `Placed` that a module stored as it is, as its `set_extra_state` may, by a copy of its values."""
+    """Replace each `Placed` that a module stored, for example by `set_extra_state`, by a copy of its values."""
     for module in model.modules():
         for held in (vars(module), module._parameters, module._buffers):
             held |= {key: value.own() for key, value in held.items() if isinstance(value, Placed)}
@@ -133,10 +133,10 @@ class Places:
                 self._devices.setdefault(".".join(name.split(".")[:end]), _home(tensor))
 
     def check(self, plan: Plan) -> None:
-        """Raise where layers are split over processes in a way in which they cannot be quantized.
+        """Check that layers that are split over processes can be quantized.
 
         Raises:
-            CheckpointError: the split cuts through blocks, or a layer transforms its input, and needs all of it.
+            CheckpointError: the split cuts through blocks, or a split layer transforms its input and needs all of it.
         """
         for path, _, entry in plan.quantizers():
             name = self._weights.get(path, "")
@@ -150,12 +150,12 @@ class Places:
                 self._parallel.get(self._weights.get(join(path, one), "")) is not None for one in layer.quantizers
             ):
                 raise CheckpointError(
-                    f"the checkpoint's layer {path} transforms its input, which takes the whole input, but "
+                    f"the checkpoint's layer {path} transforms its input and needs the whole input, but "
                     "parallelize_module split the layer; leave the layer out of parallelize_plan"
                 )
 
     def placed(self, name: str, source: LazyTensor) -> Placed:
-        """A tensor of the state on the device of its place in the model, and sharded as the model's tensor."""
+        """A tensor of the state on the device of its place in the model, sharded like the model's tensor."""
         path, _, key = name.rpartition(".")
         weight = self._weights.get(path, "") if key == KEY else ""
         own = self._own.get(weight if weight in self._parallel else name)
@@ -170,7 +170,7 @@ class Places:
 
 
 def _part_of(source: LazyTensor, own: Any, device: torch.device) -> Tensor:
-    """A DTensor of `source` with the shards of `own`; this process reads its part alone."""
+    """A DTensor of `source` with the shards of `own`; this process reads only its part."""
     from torch.distributed.tensor import DTensor
 
     (chunk,) = own.__create_chunk_list__()
@@ -191,10 +191,10 @@ def _home(tensor: Tensor) -> torch.device:
 
 
 def check_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raise where a model has tensors on the meta device that a state does not replace.
+    """Check that a state replaces all tensors of a model that are on the meta device.
 
     Raises:
-        CheckpointError: names these tensors.
+        CheckpointError: the state lacks such tensors, which are named.
     """
     empty = [(join(path, key), tensor) for path, _, key, tensor in _empty(model)]
     if any(_home(tensor).type == "meta" for _, tensor in empty):
@@ -212,16 +212,16 @@ def check_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         ]
         raise CheckpointError(
             f"the model has tensors on the meta device, which hold no values, and the checkpoint lacks {listed(left)}; "
-            "build these on a device before load (buffers with persistent=False are in no checkpoint)"
+            "build these tensors on a device before load (buffers with persistent=False are in no checkpoint)"
             f"{'; ' if sizes else ''}{listed(sizes)}"
         )
 
 
 def check_attributes(model: nn.Module) -> None:
-    """Raise if attributes of modules, other than parameters and buffers, hold tensors on the meta device.
+    """Check that no attribute of a module, except parameters and buffers, holds a tensor on the meta device.
 
     Raises:
-        CheckpointError: names the attributes.
+        CheckpointError: some attributes, which are named, hold such tensors.
     """
     held = ((path, name, value) for path, one in model.named_modules() for name, value in _attributes(one).items())
     left = [
@@ -232,7 +232,7 @@ def check_attributes(model: nn.Module) -> None:
     if left:
         raise CheckpointError(
             f"the model has tensors on the meta device, which hold no values, in the attributes {listed(left)}; build "
-            "these on a device before load (tensors that are neither parameters nor buffers are in no checkpoint)"
+            "them on a device before load (tensors that are neither parameters nor buffers are in no checkpoint)"
         )
 
 
@@ -240,7 +240,7 @@ def give_memory(model: nn.Module) -> bool:
     """Replace the meta tensors of a model by empty tensors with memory; tensors that share memory still do.
 
     Returns:
-        whether there were any.
+        Whether the model had meta tensors.
     """
     memory, made = dict[int, Any](), dict[int, Tensor]()
     empty = _empty(model)
@@ -269,7 +269,7 @@ def give_memory(model: nn.Module) -> bool:
 
 
 def _empty(model: nn.Module) -> list[tuple[str, dict[str, Any], str, Tensor]]:
-    """The parameters and buffers on the meta device: the path of the module, its dict with the tensor, and the key."""
+    """For each parameter and buffer on the meta device: the module's path, the dict with the tensor, and its key."""
     modules = model.named_modules(remove_duplicate=False)
     held = ((path, own) for path, module in modules for own in (module._parameters, module._buffers))
     return [(path, own, key, one) for path, own in held for key, one in own.items() if one is not None and one.is_meta]
@@ -285,7 +285,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
-    """The storage of a meta tensor, by its id, and where the tensor begins and ends in it, in bytes."""
+    """The id of a meta tensor's storage, and the bytes at which the tensor begins and ends in it."""
     if not _has_storage(tensor):
         return id(tensor), 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -297,10 +297,10 @@ def _extent(tensor: Tensor) -> tuple[int, int, int]:
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of a prepared model without its quantizers: the float model loads it with `strict=True`.
 
-    Transforms of inputs (`improve`'s "smooth" and "rotate") are taken out of weights, up to rounding.
+    Transforms of inputs (`improve`'s "smooth" and "rotate") are undone in the weights, up to rounding.
 
-    The other way round, a prepared model loads a state dict of the float model by `load_state_dict`, with `strict=True`
-    too: its quantizers keep their ranges.
+    A prepared model also loads a state dict of the float model by `load_state_dict` with `strict=True`: its quantizers
+    keep their ranges.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> used = calibrate(model, [torch.ones(1, 4)])
@@ -327,7 +327,7 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def weight_places(modules: Mapping[str, nn.Module], plan: Plan) -> dict[str, str]:
-    """The path of the weight that each weight quantizer of a plan quantizes, by the path of the quantizer."""
+    """By path of a weight's quantizer in a plan, the path of the weight."""
     found: dict[str, str] = {}
     for path, layer in plan.layers.items():
         module = modules[path]
@@ -344,11 +344,11 @@ def check_ranges(modules: Mapping[str, nn.Module], plan: Plan, tensors: Mapping[
     """Check the scales, zero points, learned ranges and codes of quantizers in a state.
 
     Args:
-        tensors: of the state; for a weight stored as codes, any tensor of its shape.
+        tensors: the tensors of the state; for a weight stored as codes, any tensor of its shape.
         wide: whether the model computes in float64.
 
     Raises:
-        CheckpointError: a tensor that the quantizer does not accept or does not have, or that does not fit the layer's
+        CheckpointError: a quantizer does not accept or does not have a tensor, or the tensor does not fit the layer's
             weight.
     """
     by_quantizer: dict[str, dict[str, Tensor]] = {}
@@ -370,8 +370,8 @@ def check_ranges(modules: Mapping[str, nn.Module], plan: Plan, tensors: Mapping[
             _check_quantizer(entry, held, weight, wide or isinstance(entry, SiteQuantizerEntry))
         except (QParamsError, ShapeError) as error:
             raise CheckpointError(
-                f"the checkpoint's quantizer {path} cannot be used: {error}. The state is damaged, or no snapshot of a "
-                "model"
+                f"the checkpoint's quantizer {path} cannot be used: {error}. The state is damaged, or it is no "
+                "snapshot of a model"
             ) from error
 
 
@@ -410,14 +410,14 @@ def _check_quantizer(entry: QuantizerEntry, held: dict[str, Tensor], weight: obj
     check_scale(scale, spec.arithmetic, exact=spec.scale.is_exact, signed=spec.has_signed_scales)
     if zero_point is not None:
         if zero_point.shape != scale.shape:
-            raise ShapeError(f"zero_point has shape {list(zero_point.shape)}, but scale {list(scale.shape)}")
+            raise ShapeError(f"zero_point has shape {list(zero_point.shape)}, but scale has {list(scale.shape)}")
         _check_zero_point(spec, zero_point)
     elif not spec.symmetric:
         raise QParamsError(f"it lacks zero_point, which {spec} needs")
     if entry.by_value is not None:
         count = len(entry.by_value.boundaries) + 1
         if scale.dim() < 2 or len(scale) != count:
-            raise ShapeError(f"scale has shape {list(scale.shape)}, but there are {count} bins of {entry.by_value.by}")
+            raise ShapeError(f"scale has shape {list(scale.shape)}, not a scale for each of {count} bins of values")
         scale = scale[0]
     _check_shape(spec, "scale", scale, weight)
 
@@ -471,7 +471,7 @@ def _check_zero_point(spec: QuantSpec, zero_point: Tensor) -> None:
 
 
 def _check_shape(spec: QuantSpec, name: str, value: Tensor, weight: object) -> None:
-    """Raise a ShapeError where `value` [groups] does not fit the weight, or, without a weight, fits no tensor."""
+    """Raise a ShapeError if `value` [groups] does not fit the weight, or without a weight fits no tensor."""
     if isinstance(weight, Tensor):
         expected = spec.granularity.group_shape(weight.shape)
         if tuple(value.shape) != expected and not value.numel() == 1 == math.prod(expected):
@@ -481,6 +481,6 @@ def _check_shape(spec: QuantSpec, name: str, value: Tensor, weight: object) -> N
             )
     elif spec.granularity.keeps_whole_axes and spec.granularity.group_shape(value.shape) != tuple(value.shape):
         raise ShapeError(
-            f"{name} has shape {list(value.shape)}, but no tensor has such scales {spec.granularity}; the checkpoint "
-            "is damaged"
+            f"{name} has shape {list(value.shape)}, which {spec.granularity} gives for no tensor; the checkpoint is "
+            "damaged"
         )

@@ -1,4 +1,4 @@
-"""A plan: plain data on which layers and functions of a model are quantized, and how, and its form in JSON."""
+"""A plan: plain data that says which layers and functions of a model are quantized, and how; and its JSON form."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ E = TypeVar("E", bound=Enum)
 Natural = Annotated[int, "of at least 0"]
 """A whole number of at least 0, as the type of a field."""
 ALWAYS = {"always": True}
-"""Metadata of a field that `plain_of` writes even where it has its default."""
+"""Metadata of a field that `plain_of` writes even if it has its default."""
 
 
 class UnexpectedValue(ValueError):
@@ -39,7 +39,7 @@ class UnexpectedValue(ValueError):
 
 
 def keys_of(values: Any, place: str, *keys: str) -> list[Any]:
-    """The values of an object's keys, in the order asked for."""
+    """The values of an object's keys, in the order of `keys`."""
     if not isinstance(values, dict):
         raise UnexpectedValue(f"{place or 'it'} is {values!r:.80}, not an object")
     if missing := [key for key in keys if key not in values]:
@@ -165,7 +165,7 @@ class LearnedEntry:
 
 @dataclass(frozen=True)
 class ByValueEntry:
-    """The argument by which ranges are chosen, and where their bins begin."""
+    """The argument whose value chooses a range, and the values at which the bins begin."""
 
     by: str
     boundaries: list[float]
@@ -207,7 +207,7 @@ class QuantizerEntry:
         return None if self.by_value is None else ByValue(self.by_value.by, self.by_value.boundaries)
 
     def make_learned(self) -> LearnedRange | None:
-        """The object that learns the range, without parameters yet; None where nothing is learned."""
+        """The object that learns the range, without parameters yet; None if the range is not learned."""
         if self.learned is None:
             return None
         return make_learned_range(self.learned.method, self.tensor.spec, **self.learned.options)
@@ -223,8 +223,8 @@ class TransformEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One layer: its float class by name, its quantizers by attribute, the transform of its input or None, and how
-    gradients are quantized; None leaves them in float."""
+    """One layer: the name of its float class, its quantizers by attribute, the transform of its input or None, and how
+    gradients are quantized (None: not at all)."""
 
     type: str
     execution: Execution = field(default=Execution.SIMULATE, metadata=ALWAYS, kw_only=True)
@@ -235,7 +235,7 @@ class LayerEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteQuantizerEntry(QuantizerEntry):
-    """One quantizer of a site: its kind, its first path if operands share it, whether an engine fixes its range."""
+    """A quantizer of a function's call: its kind, its first path if tensors share it, whether an engine fixes it."""
 
     kind: Kind
     group: str | None = field(default=None, metadata=ALWAYS)
@@ -244,8 +244,8 @@ class SiteQuantizerEntry(QuantizerEntry):
 
 @dataclass(frozen=True)
 class SiteEntry:
-    """One call of a function: its operands, the parameters of the owner among them, the quantizers by operand, and how
-    gradients are quantized; None leaves them in float."""
+    """A function's call: the float tensors that it takes, the module's parameters among them, the quantizers by tensor,
+    and how gradients are quantized (None: not at all)."""
 
     operands: list[str]
     weights: dict[str, str] = field(default_factory=dict, metadata=ALWAYS, kw_only=True)
@@ -255,7 +255,7 @@ class SiteEntry:
 
 @dataclass(frozen=True)
 class OwnerEntry:
-    """One module whose `forward` calls functions: its class by name, the sequence of calls, and its sites by name."""
+    """A module whose `forward` calls functions: its class, the order of calls, and the quantized calls by name."""
 
     type: str
     steps: list[str]
@@ -265,7 +265,7 @@ class OwnerEntry:
 
 @dataclass(frozen=True)
 class SitesEntry:
-    """The sites of a model: owners by path, and the modules that they call."""
+    """The quantized calls of functions in a model: the calling modules by path, and the modules that these call."""
 
     owners: dict[str, OwnerEntry] = field(default_factory=dict, metadata=ALWAYS)
     shielded: list[str] = field(default_factory=list, metadata=ALWAYS)
@@ -282,11 +282,11 @@ class Plan:
     stale: list[str] = field(default_factory=list, metadata=ALWAYS)
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a plan, without those of a subclass."""
+        """The fields of a plan, without the fields of a subclass."""
         return {one.name: getattr(self, one.name) for one in fields(Plan)}
 
     def quantizers(self) -> Iterator[tuple[str, str, QuantizerEntry]]:
-        """The quantizers of layers and functions: for each its path, its place in the plan, and its entry."""
+        """For each quantizer of layers and functions, its path, its place in the plan, and its entry."""
         for path, layer in self.layers.items():
             for name, held in layer.quantizers.items():
                 yield (f"{path}.{name}" if path else name), f"layers.{path}.quantizers.{name}", held
@@ -341,7 +341,7 @@ def layer_entry(layer: QuantizedLayer) -> LayerEntry:
     """The entry of a layer in a plan.
 
     Raises:
-        ConfigError: the layer folds a batch normalisation, which it does only for training.
+        ConfigError: the layer folds a batch normalisation, which it can only do in training.
     """
     if isinstance(layer, FoldedLayer):
         raise ConfigError(
@@ -382,7 +382,7 @@ def sites_entry(model: nn.Module) -> SitesEntry:
 
 
 def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
-    """Raise a CheckpointError where the modules of a model, by path, do not fit the sites of a plan."""
+    """Raise a CheckpointError if the modules of a model, by path, do not fit the quantized calls in a plan."""
     if missing := [path for path in (*entry.owners, *entry.shielded) if path not in modules]:
         raise CheckpointError(f"the checkpoint has modules that the model lacks: {', '.join(missing)}")
     for path, owner in entry.owners.items():
@@ -391,8 +391,8 @@ def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
             raise CheckpointError(f"the checkpoint's module {shown} is a {owner.type}, the model's is a {cls.__name__}")
         if bypasses_class(modules[path]):
             raise CheckpointError(
-                f"the model's module {shown} has a forward of its own (a hook's), which would bypass the quantizers of "
-                "its functions; remove the hook before load"
+                f"the model's module {shown} has a forward of its own (a hook's), which would bypass the "
+                "quantizers of its functions; remove the hook before load"
             )
         steps = (*owner.steps, *functions_of(owner.training_keys or ()))
         unknown = sorted({*steps} - {*SITE_FUNCTIONS}) or sorted({*owner.sites} - {*site_keys(tuple(owner.steps))})
@@ -404,7 +404,7 @@ def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
 
 
 def restore_sites(model: nn.Module, plan: Plan) -> None:
-    """Make the sites of a plan in a float model, without ranges."""
+    """Add the quantizers of functions in a plan to a float model, without ranges."""
     owners = plan.sites.owners
     planned = [
         PlannedSite(

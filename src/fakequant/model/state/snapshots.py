@@ -39,13 +39,13 @@ Region = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is made when it is written to a file or put into a model, and not kept.
+    """A tensor that is made only when it is written to a file or put into a model.
 
     Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
-        make: gives the tensor.
-        make_part: gives a part of it, by a slice for each axis; None where only the whole can be made.
+        shape: the shape of the tensor.
+        dtype: the dtype of the tensor.
+        make: returns the tensor.
+        make_part: returns the part in a slice for each axis; None if only the whole tensor can be made.
 
     >>> LazyTensor((2,), torch.float32, lambda: torch.ones(2)).part((slice(0, 1),))
     tensor([1.])
@@ -58,7 +58,7 @@ class LazyTensor:
 
     @classmethod
     def of(cls, tensor: Tensor, make: Callable[[], Tensor] | None = None) -> LazyTensor:
-        """A lazy tensor with the shape and dtype of a tensor, which it returns if there is no `make`."""
+        """A lazy tensor with the shape and dtype of a tensor; without `make` it returns the tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, make or (lambda: tensor))
 
     def part(self, region: Region) -> Tensor:
@@ -70,7 +70,7 @@ class LazyTensor:
 
 
 class Made(Mapping[str, T]):
-    """Values that functions make at each access, and that are not kept."""
+    """Values that functions make anew at each access."""
 
     def __init__(self, makers: Mapping[str, Callable[[], T]]) -> None:
         self._makers = makers
@@ -89,7 +89,7 @@ class Made(Mapping[str, T]):
 
 
 class LazyTensors(Made[Tensor]):
-    """Tensors by name, of which some are made at each access and not kept."""
+    """Tensors by name, some of which are made anew at each access."""
 
     def __init__(self, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
         self.lazy = {name: LazyTensor.of(one) if isinstance(one, Tensor) else one for name, one in tensors.items()}
@@ -97,7 +97,7 @@ class LazyTensors(Made[Tensor]):
 
 
 def lazy(tensors: Mapping[str, Tensor], name: str) -> LazyTensor:
-    """The lazy tensor of a name in a mapping; the mapping is asked for the values when they are needed."""
+    """The lazy tensor with a name in a mapping; its values are read when they are needed."""
     if isinstance(tensors, LazyTensors):
         return tensors.lazy[name]
     return LazyTensor.of(tensors[name], None if isinstance(tensors, dict) else partial(tensors.__getitem__, name))
@@ -107,18 +107,18 @@ def lazy(tensors: Mapping[str, Tensor], name: str) -> LazyTensor:
 class QuantizedState(Plan):
     """A quantized model as data, from `snapshot` or a file; `fakequant.apply` puts it into a float model.
 
-    A weight in `tensors` has the values there. A weight in `weights` alone has the values of its codes, and the
-    quantizers that read it have the scales of the codes. A live model has a weight in both, a file in one of them.
+    The values of a weight are in `tensors`. A weight that is only in `weights` has the values of its codes, and the
+    quantizers that read it have the scales of the codes. A snapshot of a model has a weight in both, a file in one.
 
     Attributes:
         tensors: parameters and buffers by their name in the state dict, without tied names.
-        weights: the quantized weights as codes, by the name of the parameter. Of a live model they are made at each
-            access and not kept: use one before you ask for the next, and ask before the model changes.
-        layers: what is quantized in each layer, by path.
-        sites: what is quantized in the functions that a `forward` calls.
-        shared: tied names, each with the name of the same tensor in `tensors` or `weights`.
-        versions: of modules (`_version`), by path, where they are not 1; None where it is not known.
-        stale: the quantizers of weights, by path, whose scales were made for other weights.
+        weights: the quantized weights as codes, by the name of the parameter. In a snapshot of a model they are made
+            anew at each access: use one before you read the next, and before the model changes.
+        layers: the quantizers of each layer, by path.
+        sites: the quantizers of functions that a `forward` calls.
+        shared: by tied name, the name of the same tensor in `tensors` or `weights`.
+        versions: the versions (`_version`) of modules, by path, if they are not 1; None if they are not known.
+        stale: the paths of quantizers of weights whose scales were made for other weights.
 
     >>> state = snapshot(prepare(nn.Sequential(nn.Linear(4, 2)), "int4_weight_only"))
     >>> list(state.layers), list(state.tensors)
@@ -136,17 +136,17 @@ class QuantizedState(Plan):
 
     @property
     def plan(self) -> dict[str, Any]:
-        """All but the tensors as values for JSON, which `from_plan` reads."""
+        """All data except the tensors as values for JSON, which `from_plan` reads."""
         return plain_of(self.fields())
 
     @property
     def in_float(self) -> Mapping[str, str]:
-        """For each quantized weight of a live model that has no codes, the reason, by the name of the weight."""
+        """By name of a model's quantized weight that has no codes, the reason."""
         return self.weights.in_float if isinstance(self.weights, QuantizedWeights) else {}
 
     @property
     def others(self) -> list[str]:
-        """The names in `tensors` without the weights in `weights`, their scales, zero points and codes."""
+        """The names in `tensors` except the weights in `weights`, and their scales, zero points and codes."""
         own = set(self.weights)
         for name in self.weights:  # not `values()`: two weights would be alive at once
             own |= {f"{path}.{key}" for path in self.weights[name].quantizers for key in ("scale", "zero_point", KEY)}
@@ -163,11 +163,11 @@ class QuantizedState(Plan):
         """The state with a plan that was read from a file.
 
         Args:
-            plan: as `plan` gives it; a key may be left out.
-            source: names the file in messages.
+            plan: the plan in the form of `plan`; keys may be omitted.
+            source: the name of the file for messages.
 
         Raises:
-            CheckpointError: a value of the plan of an unexpected type or range.
+            CheckpointError: a value of the plan has an unexpected type or range.
 
         >>> layer = {"type": "Linear", "quantizers": {"_weight_quantizer": {"tensor": "int8 per_channel(0)"}}}
         >>> state = QuantizedState.from_plan({"layers": {"0": layer}}, {"0.weight": torch.eye(2)})
@@ -186,11 +186,11 @@ class QuantizedState(Plan):
 
 @accepts_wrapped_model
 def snapshot(model: nn.Module) -> QuantizedState:
-    """A prepared model as data: its plan, its tensors, and its weights as codes, none of which are copies.
+    """A prepared model as data: its plan, its tensors, and its weights as codes. Nothing is copied.
 
-    Codes are made when they are asked for, also for weights that hooks of Accelerate keep elsewhere, so that a model
-    larger than memory can be written weight by weight. A tensor that is sharded over processes is gathered when it is
-    asked for: all processes must ask for the same tensors, in the same order.
+    Codes are made when they are read, also for weights that hooks of Accelerate hold outside of the model, so that a
+    model larger than memory can be written weight by weight. A tensor that is sharded over processes is gathered when
+    it is read: all processes must read the same tensors, in the same order.
 
     Raises:
         CheckpointError: the model is not prepared.
@@ -222,7 +222,7 @@ class LiveTensors(LazyTensors):
     """The state dict of a model without tied names; offloaded and sharded tensors are fetched at each access.
 
     Args:
-        shared: tied names.
+        shared: the tied names.
         weights: the model's quantized weights by the path of the quantizer.
     """
 
@@ -262,13 +262,13 @@ class LiveTensors(LazyTensors):
 
 
 def versions_of(model: nn.Module) -> dict[str, int]:
-    """The versions of the state of modules by path, where they are not torch's default of 1."""
+    """The versions of the states of modules, by path, if they are not torch's default of 1."""
     found = {name: module._version for name, module in model.named_modules(remove_duplicate=False)}
     return {name: version for name, version in found.items() if isinstance(version, int) and version != 1}
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """Names of tied tensors, each with the first name of the same tensor."""
+    """By tied name of a tensor, the first name of the same tensor."""
     first: dict[tuple[Any, ...], str] = {}
     shared = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -285,7 +285,7 @@ def shared_names(model: nn.Module) -> dict[str, str]:
 
 
 _MAPPED = 1 << 26
-"""Bytes that are read before the file is mapped anew."""
+"""How many bytes are read before the file is mapped into memory anew."""
 
 
 def require_safetensors() -> Any:
@@ -306,13 +306,13 @@ def size_of(tensor: Tensor | LazyTensor) -> int:
 def file_content(
     tensors: Mapping[str, Tensor | LazyTensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a file of tensors, in parts; a lazy tensor is made when its part is asked for.
+    """The bytes of a file of tensors, in parts; a lazy tensor is made when its part is read.
 
     Args:
         metadata: texts for the header of the file.
 
     Raises:
-        CheckpointError: a lazy tensor of another shape or dtype than was stated.
+        CheckpointError: a lazy tensor makes another shape or dtype than it states.
 
     >>> data = b"".join(file_content({"x": LazyTensor((2,), torch.uint8, lambda: torch.ones(2, dtype=torch.uint8))}))
     >>> len(data), data[-2:]
@@ -360,7 +360,7 @@ class StoredTensors(LazyTensors):
     """The tensors of a safetensors file, read at each access, and the texts of its header.
 
     Raises:
-        CheckpointError: a damaged file, or a dtype that torch does not have; an access may raise it, too.
+        CheckpointError: the file is damaged, or has a dtype that torch does not have; an access may raise it, too.
     """
 
     def __init__(self, path: Path) -> None:
@@ -410,18 +410,18 @@ def _open(path: Path) -> Any:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """A value that differs for another file of the same path."""
+    """A value that differs if the path holds another file."""
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 Tensors = Mapping[str, Tensor | LazyTensor]
 Content = bytes | Tensors | Path | Iterable[bytes | memoryview]
-"""The content of a file: bytes, tensors by name, the path of a file to copy, or parts made one after the other."""
+"""The content of a file: bytes, tensors by name, the path of a file to copy, or an iterable of parts."""
 Files = Mapping[str, Content]
 _TENSORS = ".safetensors"
 _COPIED = 1 << 18
-"""Bytes of a file that are read at once: each read allocates as many, also for a small file."""
+"""How many bytes of a file are read at once: each read allocates as many, even for a small file."""
 
 
 class TensorFile(dict[str, "Tensor | LazyTensor"]):
@@ -437,7 +437,7 @@ class TensorFile(dict[str, "Tensor | LazyTensor"]):
 
 
 class Codec(NamedTuple):
-    """How a format stores a state."""
+    """The functions by which a format stores a state."""
 
     encode: Callable[[QuantizedState], Files]
     decode: Callable[[Mapping[str, bytes | Mapping[str, Tensor]]], QuantizedState]
@@ -457,13 +457,13 @@ def register_codec(
     a file to copy, or an iterable of bytes.
 
     Args:
-        name: of the format.
-        encode: the files of a state, by name, in the order in which they shall appear. Use `LazyTensor` for what is
-            made while it is written. It raises CheckpointError for what the format cannot hold, before the work.
-        decode: the state in files, which are read when they are asked for. `apply` checks all of it.
+        name: the name of the format.
+        encode: returns the files of a state, by name, in the order in which they appear; a `LazyTensor` is made while
+            it is written. It raises CheckpointError, before the work, if the format cannot hold the state.
+        decode: returns the state in files, which are read at their access. `apply` checks the state.
 
     Raises:
-        CheckpointError: the name of the format of this package.
+        CheckpointError: the name is "fakequant", the format of this package.
 
     >>> import json
     >>> def encode(state):
@@ -485,10 +485,10 @@ def register_codec(
 
 
 def codec(name: str) -> Codec:
-    """The functions of a format that was registered.
+    """The functions of a registered format.
 
     Raises:
-        CheckpointError: no format with this name was registered.
+        CheckpointError: no format with the name was registered.
     """
     if name not in _codecs:
         known = ", ".join(sorted({"fakequant", *_codecs}))
@@ -499,10 +499,10 @@ def codec(name: str) -> Codec:
 
 
 def decoded(name: str, folder: Path) -> QuantizedState:
-    """The state in the files of a folder, by a format that was registered.
+    """The state in the files of a folder with a registered format.
 
     Raises:
-        CheckpointError: no format with this name was registered, or its `decode` fails on the files.
+        CheckpointError: no format with the name was registered, or its `decode` fails on the files.
     """
     decode = codec(name).decode
     try:
@@ -520,17 +520,17 @@ def write_folder(
 ) -> None:
     """Write the files of a codec, each whole or not at all, in their order; other files in the folder stay.
 
-    One process at a time writes to a folder. The old files go before the first new one comes, so that a process that
-    dies leaves all old files, all new ones, or a folder that lacks the last one.
+    One process at a time writes to a folder. The old files are removed before the first new file appears, so that a
+    process that dies leaves all old files, all new files, or a folder without the last file.
 
     Args:
-        files: by name; the name of a copied file may contain a folder.
-        check: is called before anything is written, and again when the folder is locked.
+        files: the files by name; the name of a copied file may contain a folder.
+        check: a function that is called before anything is written, and again when the folder is locked.
         progress: whether to show a progress bar of the tensors, see `track`.
 
     Raises:
-        CheckpointError: a name that is no file of the folder, or content that does not fit it.
-        OutputError: a file cannot be written, or is a link to one elsewhere; the old ones are unchanged.
+        CheckpointError: a name is no file of the folder, or does not fit the content.
+        OutputError: a file cannot be written, or is a link to a file elsewhere; the old files are unchanged.
     """
     for name, content in files.items():
         is_tensors, is_copy = isinstance(content, Mapping), isinstance(content, Path)
@@ -608,5 +608,5 @@ class _Folder(Mapping[str, "bytes | Mapping[str, Tensor]"]):
 
 
 def read_folder(folder: Path) -> Mapping[str, bytes | Mapping[str, Tensor]]:
-    """The files of a folder by name, as a codec reads them."""
+    """The files of a folder by name, for the `decode` of a format."""
     return _Folder(folder)

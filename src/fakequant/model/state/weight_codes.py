@@ -1,4 +1,4 @@
-"""The weights of a quantized model as codes, made at each access, and the reason where a weight has no codes."""
+"""The weights of a quantized model as codes, made at each access, and the reason if a weight has no codes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from fakequant.text import listed
 
 @dataclass(frozen=True, eq=False)
 class WeightCodes:
-    """A weight as codes, with all that `values` needs to compute the float weight.
+    """A weight as codes, with all data that `values` needs to compute the float weight.
 
     Attributes:
-        codes: in the storage dtype of the format, as `fakequant.quantize` returns them; in the shape of the weight.
+        codes: the codes of `fakequant.quantize`, in the storage dtype of the format and the shape of the weight.
         scale: a scale for each group, see `Granularity.group_shape`.
-        zero_point: in the shape of the scale: int32, or the offset in units of x if `spec` has one; None if symmetric.
+        zero_point: the zero points in the shape of the scale, int32, or offsets in units of x if `spec` has them; None
+            if symmetric.
         spec: how the weight is quantized.
-        shape: of the weight.
-        dtype: of the weight.
-        quantizers: the paths of the quantizers that read the weight, all with this scale; () where they are not known.
+        shape: the shape of the weight.
+        dtype: the dtype of the weight.
+        quantizers: the paths of the quantizers that read the weight, all with this scale; () if they are not known.
 
     >>> spec = QuantSpec("int8", PerChannel(0))
     >>> codes, scale = torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[0.5]])
@@ -61,11 +62,11 @@ class WeightCodes:
         return dequantize(self.codes, QParams(self.scale.reshape(groups), zero_point), self.spec, dtype=self.dtype)
 
     def check(self) -> None:
-        """Raise where codes or scale are missing, or the codes do not fit format or shape; `apply` checks the scales.
+        """Check that codes and scale are there, and that the codes fit format and shape; `apply` checks the scales.
 
         Raises:
-            ShapeError: codes of another shape.
-            QParamsError: codes of another dtype, or that the format does not have; no codes or no scale.
+            ShapeError: the codes have another shape than the weight.
+            QParamsError: codes or scale are missing, or the codes have another dtype or are not in the format.
         """
         if missing := [name for name in ("codes", "scale") if not isinstance(getattr(self, name), Tensor)]:
             raise QParamsError(f"have no {missing[0]}")
@@ -73,14 +74,14 @@ class WeightCodes:
 
 
 class QuantizedWeights(Mapping[str, WeightCodes]):
-    """The codes of a model's weights by the name of the parameter, made at each access and not kept.
+    """The codes of a model's weights by the name of the parameter, made anew at each access.
 
-    A weight without scales gets the scales that its next call would use, kept until the weight changes. The first
-    access checks every weight, one after the other, for whether its codes give the same bits.
+    A weight without scales gets the scales that its next call would use, which stay until the weight changes. The first
+    access checks every weight, one after the other: its codes must give the same bits.
 
     Args:
-        shared: tied names, each with the first name of the same tensor.
-        weights: what `quantized_weights` returns.
+        shared: by tied name, the first name of the same tensor.
+        weights: the result of `quantized_weights`.
 
     Attributes:
         dtype: the dtype to which weights are rounded before they are quantized; None keeps the dtype of each weight.
@@ -121,7 +122,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
 
     @cached_property
     def in_float(self) -> dict[str, str]:
-        """For each weight that has a quantizer and no codes, the reason, by the name of the weight."""
+        """By name of a weight that has a quantizer but no codes, the reason."""
         found = {name: self._left.get(name) or _reason(held) for name, held in self._held.items()}
         return {name: reason for name, reason in {**found, **self._left}.items() if reason}
 
@@ -147,7 +148,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
 
     @torch.no_grad()
     def uncoded(self, name: str) -> WeightCodes:
-        """A weight as codes whose codes are a meta tensor: shape and scales, without computing the codes."""
+        """A weight with its shape and scales, but a meta tensor in place of the codes, which are not computed."""
         weight, quantizer = self.scaled(name)
         shape, params = tuple(weight.shape), quantizer.qparams(weight)
         codes = torch.empty(shape, dtype=quantizer.spec.format.storage, device="meta")
@@ -155,12 +156,12 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
 
     @torch.no_grad()
     def params(self, name: str) -> QParams:
-        """Scale and zero point of a weight, without computing its codes."""
+        """The scale and zero point of a weight; its codes are not computed."""
         weight, quantizer = self.scaled(name)
         return quantizer.qparams(weight)
 
     def scaled(self, name: str) -> tuple[Tensor, Quantizer]:
-        """A weight, and a quantizer with its scales: the layer's, or a new one with the scales of the next call."""
+        """A weight and a quantizer with its scales: the layer's, or a new quantizer with the next call's scales."""
         first, *_ = self._held[name].values()
         weight, quantizer = first.tensor, first.quantizer
         if self.dtype not in (None, weight.dtype):
@@ -181,7 +182,7 @@ def uncoded(weights: Mapping[str, WeightCodes], name: str) -> WeightCodes:
 
 
 def _reason(held: Mapping[str, Product]) -> str:
-    """Why codes cannot replace a weight to the bit; an empty text where they can."""
+    """The reason why codes cannot replace a weight to the bit; "" if they can."""
     (_, first), *_ = held.items()
     weight = first.tensor
     if is_sharded(weight):

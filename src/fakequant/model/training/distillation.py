@@ -24,43 +24,44 @@ from fakequant.model.weights import disabled, in_eval_mode
 from fakequant.restore import restore_after
 
 _IGNORED = -100
-"""The label that the losses of torch leave out."""
+"""The label that torch's losses ignore."""
 _MUCH = 2**30
-"""Bytes of kept outputs at which a warning comes if no batch came again."""
+"""The bytes of stored outputs at which a warning is given if no batch came again."""
 _MASK = "attention_mask"
 """The key of the mask in batches of tokenizers."""
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """A loss by the distance of a model's outputs from a teacher's, and its weight beside the user's loss.
+    """A loss: the distance of a model's outputs from a teacher's outputs, with a weight beside the user's loss.
 
     The loss is (1 - weight) times the user's loss plus weight times the distance from the teacher. The distance is the
     Kullback-Leibler divergence of the softmax of the logits, or with `features` the mean squared error of the outputs
     of these modules, summed over the modules.
 
     Args:
-        teacher: a module that takes the same batches; "self" is the trained model with its quantizers off. That takes
-            no memory, and its weights move with the training. It computes in eval mode and without gradients.
-        weight: of the distance in the loss, above 0 and at most 1.
-        temperature: by which logits are divided; the divergence is multiplied by its square, so that gradients keep
+        teacher: a module that takes the same batches; "self" is the trained model with its quantizers off, which takes
+            no memory, and whose weights move with the training. The teacher is in eval mode and without gradients.
+        weight: the weight of the distance in the loss, above 0 and at most 1.
+        temperature: the number that divides logits; the divergence is multiplied by its square, so that gradients keep
             their size (Hinton et al., arXiv 1503.02531).
-        features: names of modules that the model and the teacher both have.
-        logits: finds the logits in what a model returns; by default the only tensor, or `outputs.logits`.
-        axis: of the classes in the logits. By default it is the axis that integer labels lack: axis 1 for maps
-            [N, classes, H, W] with labels [N, H, W], as for `cross_entropy`, the last axis for tokens. Without such
+        features: the names of modules that the model and the teacher both have.
+        logits: a function that returns the logits in a model's output; by default the only tensor, or `outputs.logits`.
+        axis: the axis of the classes in the logits. By default it is the axis that integer labels lack: axis 1 for maps
+            [N, classes, H, W] with labels [N, H, W], as for `cross_entropy`, the last axis for tokens. Without integer
             labels it is the last of up to three axes.
         mask: which tokens count, as for `calibrate`. Tokens whose integer label is no class, such as -100 or 255, never
-            count. By default these alone are left out, and in a batch without such labels the tokens that
-            "attention_mask" masks. An output with other leading axes than the mask counts as a whole. Where the loss of
-            a causal model compares an output with the next label, that label counts here too.
-        keep: whether the teacher's outputs for a batch are kept in memory, for when the same batch comes again. A batch
-            is recognised by a digest of the teacher's inputs, so that a loader that shuffles or changes its samples
-            finds nothing: give a list of batches. A change of the teacher's weights through `.data` is not noticed. A
-            warning comes at 1 GiB, if no batch came again by then.
+            count. By default all other tokens count, but in a batch without integer labels not the tokens that
+            "attention_mask" masks. An output that does not begin with the mask's axes counts as a whole. If the loss of
+            a causal model compares an output with the next label, the next label decides here, too.
+        keep: whether to store the teacher's outputs for a batch in memory until the same batch comes again. A batch is
+            recognised by a digest of the teacher's inputs, so that no batch of a loader that shuffles or changes its
+            samples comes again: give a list of batches. A change of the teacher's weights through `.data` is not
+            noticed. At 1 GiB a warning is given if no batch came again.
 
     Raises:
-        ConfigError: a weight or temperature out of range, another kind of teacher, or `keep` with the teacher "self".
+        ConfigError: the weight or the temperature is out of range, the teacher has a wrong type, or `keep` is used with
+            the teacher "self".
 
     >>> Distillation("self", weight=0.9, temperature=2.0).weight
     0.9
@@ -91,7 +92,7 @@ class Distillation:
             raise ConfigError(f"Distillation(features={self.features!r}): give a tuple, such as ({self.features!r},)")
 
     def check(self, model: nn.Module) -> None:
-        """Raise ConfigError where the model or the teacher lacks a module of `features`."""
+        """Raise ConfigError if the model or the teacher lacks a module of `features`."""
         for role, module in (("model", model), ("teacher", self._teacher_of(model))):
             names = [name for name, _ in module.named_modules() if name]
             for feature in self.features:
@@ -99,7 +100,7 @@ class Distillation:
                     raise ConfigError(f"the {role} has no module {feature!r} for features={nearest(feature, names)}")
 
     def masks(self, batch: Any) -> list[Tensor]:
-        """The mask of a batch's tokens, bool [batch, tokens], in a list, which is empty where the batch has no mask."""
+        """A list with the mask of a batch's tokens, bool [batch, tokens]; empty if the batch has no mask."""
         found = []
         if self.mask is not None:
             found.append(TokenMask(self.mask).mask(batch))
@@ -116,13 +117,13 @@ class Distillation:
         """The outputs of the trained model, and its distance from the teacher.
 
         Args:
-            forward: calls a model with the batch.
-            masks: of the batch, see `masks`.
-            labels: its targets, if they are known.
+            forward: a function that calls a model with the batch.
+            masks: the masks of the batch, see `masks`.
+            labels: the targets of the batch, if they are known.
 
         Raises:
-            ConfigError: the model and its teacher give other shapes, `mask` fits nothing that is compared, or it is not
-                known which axis has the classes.
+            ConfigError: the shapes of the model and the teacher differ; `mask` fits no compared tensor; or the axis of
+                the classes is not known.
         """
         outputs, own = self._run(model, forward)
         return outputs, self.distance(model, own, forward, masks, labels)
@@ -139,11 +140,11 @@ class Distillation:
 
         Args:
             own: the tensors of the trained model, from `compared`.
-            forward: calls a model with the batch.
+            forward: a function that calls a model with the batch.
             masks, labels: as for `student`.
 
         Raises:
-            ConfigError: as `student`.
+            ConfigError: for the reasons of `student`.
         """
         teacher = self._teacher_of(model)
         with ExitStack() as contexts:
@@ -154,7 +155,7 @@ class Distillation:
             wanted = self._wanted(teacher, forward)
         for x, y, name in zip(own, wanted, self.features or ("the logits",), strict=True):
             if x.shape != y.shape:
-                raise ConfigError(f"{name}: the model gives {list(x.shape)}, and its teacher {list(y.shape)}")
+                raise ConfigError(f"{name}: the model gives {list(x.shape)}, but its teacher gives {list(y.shape)}")
         axis = 0 if self.features else self._axis(own[0], labels)
         if self.features:
             each = [(x - y.to(x.dtype)).square() for x, y in zip(own, wanted, strict=True)]
@@ -172,7 +173,7 @@ class Distillation:
             fitting = [found[:1] for found in fitting]
         elif not any(masks[-1] is mask for found in fitting for mask in found):
             shapes = ", ".join(str(list(x.shape)) for x in each)
-            raise ConfigError(f"the mask {list(masks[-1].shape)} has the leading axes of nothing compared: {shapes}")
+            raise ConfigError(f"no compared tensor begins with the axes of the mask {list(masks[-1].shape)}: {shapes}")
         means = list[Tensor]()
         for x, found in zip(each, fitting, strict=True):
             if found:
@@ -188,7 +189,7 @@ class Distillation:
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[dict[str, Tensor]]:
-        """A context that gives the first float tensor that each module of `features` returns in its last call."""
+        """A context that yields the first float tensor that each module of `features` returns in its last call."""
         found: dict[str, Tensor] = {}
 
         def keep(name: str, output: Any) -> None:
@@ -211,13 +212,13 @@ class Distillation:
             tensors = [found] if isinstance(found, Tensor) else float_tensors(outputs)
             if len(tensors) != 1:
                 raise ConfigError(
-                    f"an output of type {type(outputs).__name__} holds {len(tensors)} float tensors, and distillation "
+                    f"an output of type {type(outputs).__name__} holds {len(tensors)} float tensors, but distillation "
                     "needs one; give a function of the output as Distillation(logits=...), or names of modules as "
                     "features="
                 )
             return tensors
         if missing := [name for name in self.features if name not in seen]:
-            raise ConfigError(f"features: no tensor came out of {missing[0]} in this batch")
+            raise ConfigError(f"features: {missing[0]} returned no tensor in this batch")
         return [seen[name] for name in self.features]
 
     def _run(self, model: nn.Module, forward: Callable[[nn.Module], Any]) -> tuple[Any, list[Tensor]]:
@@ -227,7 +228,7 @@ class Distillation:
         return outputs, self.compared(outputs, seen)
 
     def _wanted(self, teacher: nn.Module, forward: Callable[[nn.Module], Any]) -> list[Tensor]:
-        """The tensors of the teacher for a batch: computed now, or with `keep` in an earlier call."""
+        """The tensors of the teacher for a batch: computed now, or with `keep` stored by an earlier call."""
         if not self.keep:
             return self._run(teacher, forward)[1]
         asked = _Asked(teacher)
@@ -242,8 +243,8 @@ class Distillation:
             self._counts["bytes"] += sum(x.nbytes for x in self._kept[key])
             if before < _MUCH <= self._counts["bytes"] and not self._counts["again"]:
                 warn_user(
-                    f"Distillation(keep=True) keeps {self._counts['bytes'] / 2**30:.2g} GiB for {len(self._kept)} "
-                    "batches, of which none came again yet; if the loader shuffles or changes its samples, none will: "
+                    f"Distillation(keep=True) stores {self._counts['bytes'] / 2**30:.2g} GiB for {len(self._kept)} "
+                    "batches, but no batch came again yet; if the loader shuffles or changes its samples, none will: "
                     "give list(loader), or leave out keep"
                 )
         return self._kept[key]
@@ -275,12 +276,12 @@ class Distillation:
 
 
 class _Asked(nn.Module):
-    """A stand-in for the teacher that notes the arguments of its calls, and computes nothing."""
+    """A stand-in for the teacher that records the arguments of its calls, and computes nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.given: list[Any] = []
-        """Arguments, the devices of their tensors, and the dtypes of autocast, of each call."""
+        """For each call, its arguments, the devices of their tensors, and the dtypes of autocast."""
 
         @wraps(model.forward)  # whose signature says which items of a batch are its arguments
         def note(*args: Any, **kwargs: Any) -> None:
@@ -293,7 +294,7 @@ class _Asked(nn.Module):
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the loss in a model compares each output with the label of the next token, as transformers' does."""
+    """Whether a model's own loss compares each output with the label of the next token, as in transformers."""
     whole: Any = model
     model = whole.get_base_model() if hasattr(whole, "get_base_model") else whole  # of peft
     names = getattr(unwrap(type(model).forward), "__code__", shifts_labels.__code__).co_names
@@ -305,7 +306,8 @@ def labels_of_outputs(model: nn.Module, labels: Any, shifted: Any = None) -> Any
     """The labels that a model's own loss compares with its outputs, each at the position of its output.
 
     Args:
-        shifted: the argument `shift_labels`, if there is one, whose labels are in place already.
+        shifted: the argument `shift_labels`, if the model got it: its labels are already at the positions of the
+            outputs.
     """
     if shifted is not None:
         return shifted

@@ -47,7 +47,7 @@ _NAMED = 6
 
 @dataclass(frozen=True)
 class Fusions:
-    """The batch normalisations of a model by path: those that can be fused, and those that stay.
+    """The batch normalisations of a model: some can be fused into a layer, the others stay.
 
     Attributes:
         fused: by the path of a normalisation, the path of the layer that it is fused into.
@@ -70,10 +70,10 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
     """Fold every batch normalisation that directly follows a convolution or linear layer into that layer, in place.
 
     The output stays the same up to rounding. A `FusedBatchNorm`, which returns its input, takes the place of the
-    normalisation. Which normalisation follows which layer is read from a run with the example, or without an example by
-    `torch.fx.symbolic_trace`. A `FusionWarning` says which normalisations stay, and why. `find_fusions` says beforehand
-    what will be fused. A second call finds nothing to do. A subclass of a layer with a forward of its own is taken if
-    the run with the example shows that it ends in one product of its weight.
+    normalisation. A run with the example shows which normalisation follows which layer; without an example,
+    `torch.fx.symbolic_trace` does. A `FusionWarning` names the normalisations that stay, with the reasons.
+    `find_fusions` lists beforehand what will be fused. A second call finds nothing to do. A subclass of a layer that
+    overrides `forward` is included if the run with the example shows that it ends in one product with its weight.
 
     Args:
         model: a float model whose batch normalisations are in eval mode; call this before `prepare`.
@@ -81,8 +81,8 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
         inputs: which part of the example the model gets, as for `calibrate`.
 
     Raises:
-        ConfigError: a normalisation in training mode; a model that is prepared, sharded, or cannot be traced, without
-            an example; or outputs that differ by more than rounding. Nothing is changed then.
+        ConfigError: a normalisation is in training mode; the model is prepared, sharded, or without an example cannot
+            be traced; or outputs differ by more than rounding. Nothing is then changed.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
     >>> x = torch.randn(2, 3, 8, 8)
@@ -116,9 +116,9 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
                 allowed = torch.finfo(before[place].dtype).eps if place in before else 0.0
                 if not share <= allowed:
                     raise ConfigError(
-                        f"output {index} of the model changed by {share**0.5:.3g} of its size when its batch "
-                        f"normalisations were fused, rounding explains {allowed**0.5:.3g}; nothing was changed. The "
-                        "model may compute otherwise in another call"
+                        f"output {index} of the model changed by {share**0.5:.3g} of its size when batch "
+                        f"normalisations were fused, but rounding explains {allowed**0.5:.3g}; nothing was changed. "
+                        "Two calls of the model may compute different functions"
                     )
     if found.left:
         warn_user(left_text(found, "fused"), FusionWarning)
@@ -145,10 +145,10 @@ def fuse_found(model: nn.Module, found: Fusions) -> None:
 
 
 def find_fusions(model: nn.Module, example: Any = None, *, inputs: Inputs | None = None) -> Fusions:
-    """Which batch normalisations `fuse_batch_norm` fuses into which layer, and why the others stay.
+    """List which batch normalisations `fuse_batch_norm` fuses into which layer, and why the others stay.
 
     Args:
-        model: it is not changed; all arguments and errors are those of `fuse_batch_norm`.
+        model: the model, which is not changed; arguments and errors are as for `fuse_batch_norm`.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4)).eval()
     >>> print(find_fusions(model))
@@ -161,10 +161,10 @@ def find_fusions(model: nn.Module, example: Any = None, *, inputs: Inputs | None
 
 
 def fusions_of(model: nn.Module, arguments: Arguments | None) -> Fusions:
-    """The fusions that `find_fusions` returns, for a float model or a prepared one.
+    """The fusions that `find_fusions` returns, for a float or a prepared model.
 
     Args:
-        arguments: positional and keyword arguments of a run; None where torch.fx can trace the model.
+        arguments: the arguments of a run; None to trace the model by torch.fx.
     """
     norms = {name: m for name, m in model.named_modules() if is_norm(m)}
     if training := [module_name(name) for name, norm in norms.items() if is_batch_norm(norm) and norm.training]:
@@ -211,7 +211,7 @@ def fusions_of(model: nn.Module, arguments: Arguments | None) -> Fusions:
 
 
 def _flow(model: nn.Module, layers: Set[nn.Module], norms: Set[nn.Module], arguments: Arguments | None) -> Neighbors:
-    """Which normalisations read the output of which layer: by a run, without arguments by torch.fx."""
+    """The normalisations that read the output of each layer: by a run, or without arguments by torch.fx."""
     if arguments is not None and not any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         recording = record(model, lambda: arguments.run(model))
         return find_neighbors(model, recording, layers, norms, through=frozenset())
@@ -223,8 +223,8 @@ def _flow(model: nn.Module, layers: Set[nn.Module], norms: Set[nn.Module], argum
             graph = _Tracer(layers | norms).trace(model, concrete_args=defaults)
     except Exception as error:  # tracing runs the model's own code, with values for which it was not written
         raise ConfigError(
-            f"torch.fx cannot trace the model ({type(error).__name__}: {error}); give an example, by whose run the "
-            "order of its layers is found"
+            f"torch.fx cannot trace the model ({type(error).__name__}: {error}); give an example, so that a run of the "
+            "model shows the order of its layers"
         ) from error
     found = Neighbors()
     called = {node: model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"}
@@ -242,7 +242,7 @@ def _flow(model: nn.Module, layers: Set[nn.Module], norms: Set[nn.Module], argum
 
 
 class _Tracer(fx.Tracer):
-    """Records a call of a layer or a normalisation as one call, whatever its class."""
+    """A tracer that records a call of a layer or a normalisation as one call, whatever its class."""
 
     def __init__(self, whole: Set[nn.Module]) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class _Tracer(fx.Tracer):
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch normalisation, or has the tensors of one, as torchvision's `FrozenBatchNorm2d`."""
+    """Whether a module is a batch normalisation, or has its tensors, as torchvision's `FrozenBatchNorm2d`."""
     if is_batch_norm(module):
         return True
     held = [getattr(module, name, None) for name in ("running_mean", "running_var", "weight", "bias")]
@@ -262,9 +262,9 @@ def is_norm(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def why_other(norm: nn.Module, axes: int) -> str | None:
-    """Why a module may compute something else than batch normalisation followed by its submodules; None if it cannot.
+    """The reason why a module may compute something else than batch normalisation and then its submodules, or None.
 
-    A copy of a class of another library is tried with numbers: timm's `BatchNormAct2d` has an activation, and
+    Classes of other libraries are tried with numbers, on a copy: timm's `BatchNormAct2d` has an activation, and
     torchvision's `FrozenBatchNorm2d` is no batch normalisation of torch.
     """
     if type(norm) in NORMS or getattr(norm, "running_mean", None) is None:
@@ -294,7 +294,7 @@ def why_other(norm: nn.Module, axes: int) -> str | None:
 
 
 def _why_norm_stays(norm: nn.Module, calls: int, axes: int) -> str | None:
-    """Why a batch normalisation cannot be fused into any layer; None if it can."""
+    """The reason why a batch normalisation cannot be fused into any layer; None if it can."""
     if why := why_other(norm, axes):
         return why
     if cast("nn.BatchNorm2d", norm).running_mean is None:
@@ -305,7 +305,7 @@ def _why_norm_stays(norm: nn.Module, calls: int, axes: int) -> str | None:
 
 
 def _why_layer_stays(layer: nn.Module, norm: nn.Module, flow: Neighbors, users: Counter[int]) -> str | None:
-    """Why a batch normalisation cannot be fused into the layer before it; None if it can."""
+    """The reason why a batch normalisation cannot be fused into the layer before it; None if it can."""
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if flow.calls[layer] != 1:
         return f"the layer before it is called {flow.calls[layer]} times"
@@ -326,7 +326,7 @@ def _why_layer_stays(layer: nn.Module, norm: nn.Module, flow: Neighbors, users: 
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace each module that is a key of `new` by its value, under all names."""
+    """Replace each module that is a key of `new` by its value, under all its names."""
     for old, module in new.items():
         module.train(old.training)
     for parent in [*model.modules()]:
@@ -336,7 +336,7 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Non
 
 
 def left_text(found: Fusions, done: str) -> str:
-    """One line that says how many batch normalisations are `done`, as "fused", and which stay, by reason."""
+    """A line with the number of batch normalisations that are `done`, as "fused", and those that stay, by reason."""
     reasons: dict[str, list[str]] = {}
     for name, why in found.left.items():
         reasons.setdefault(why, []).append(module_name(name))

@@ -1,7 +1,7 @@
-"""Quantization-aware training: the schedule that NVIDIA advises, as parts for your own loop and as one call.
+"""Quantization-aware training with the schedule that NVIDIA advises: as parts for your own loop, and as one call.
 
-Source: NVIDIA pytorch-quantization, user guide: about 10 % of the original schedule, from 1 % of the original learning
-rate along half a cosine down to 1 % of that; scales are not changed at every step.
+Source: NVIDIA pytorch-quantization, user guide: about 10 % of the original epochs; the learning rate begins at 1 % of
+the original learning rate and falls along half a cosine by a factor of 100; scales do not change at every step.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
 
     A linear layer or convolution that a batch normalisation directly follows quantizes its weight times gamma / sigma.
     In training, statistics are those of the batch, as in the scheme of Jacob et al. 2018 and of torch.ao. With
-    `freeze_batch_norm`, and in eval mode, they are the running ones. `merge_batch_norm` makes one layer of both in the
-    end; it has the bits of eval mode. Parameters, buffers and their names stay until then. A `FusionWarning` says which
-    normalisations are computed as before, and why.
+    `freeze_batch_norm`, and in eval mode, running statistics are used. At the end `merge_batch_norm` turns the layer
+    and the normalisation into one layer with the bits of eval mode. Parameters, buffers and their names stay until
+    then. A `FusionWarning` names the normalisations that are not folded, with the reasons.
 
     Args:
-        model: a prepared model that is not calibrated yet, because the ranges are those of the folded weights.
-        example: an input, a tuple or a dict of inputs, by whose run the pairs are found.
+        model: a prepared model that is not calibrated yet, because calibration must see the folded weights.
+        example: an input, a tuple or a dict of inputs; a run with it shows which normalisation follows which layer.
         inputs: which part of the example the model gets, as for `calibrate`.
 
     Raises:
-        ConfigError: the model is not prepared, is sharded or parallel, or a layer of a pair is calibrated already.
-            Nothing is changed then.
+        ConfigError: the model is not prepared, is sharded or parallel, or a layer before a normalisation is calibrated
+            already. Nothing is then changed.
 
     >>> model = prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), presets.INT8)
     >>> x = torch.randn(2, 3, 8, 8)
@@ -123,7 +123,7 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
             )
         if (quantizer := cast("Any", modules[path])._weight_quantizer) is not None and quantizer.calibrated:
             raise ConfigError(
-                f"{module_name(path)} is calibrated, and its range is not that of the folded weight; call "
+                f"{module_name(path)} is calibrated, but its range does not fit the folded weight; call "
                 "fold_batch_norm between fakequant.prepare and fakequant.calibrate"
             )
     with restore_on_error(structure_of([model])):
@@ -141,11 +141,10 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
 
 @torch.no_grad()
 def merge_batch_norm(model: Model) -> Model:
-    """Make one quantized layer of each pair that `fold_batch_norm` found, with the bits of eval mode; in place.
+    """Turn each layer and normalisation that `fold_batch_norm` folded into one layer with eval mode's bits, in place.
 
-    The parameters are then those of the folded layer, a layer without a bias gets one, and a `FusedBatchNorm`, which
-    returns its input, takes the place of the normalisation. Call it after training, and before `save` and
-    `export_onnx`.
+    The layer then has the folded weight and a bias, and a `FusedBatchNorm`, which returns its input, takes the place of
+    the normalisation. Call `merge_batch_norm` after training, and before `save` and `export_onnx`.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), presets.INT8_WEIGHT_ONLY)
     >>> merge_batch_norm(fold_batch_norm(model, torch.ones(2, 4)).eval())[1]
@@ -219,21 +218,21 @@ def _why_layer_stays(
 _CALL = "finetune(model, batches, loss, Schedule(original_lr=0.1, original_epochs=90))"
 
 _SHARE = "scale_lr"
-"""The key, in an optimizer's group, of the factor for the learning rate of this group."""
+"""The key in an optimizer's group of a factor for the group's learning rate."""
 
 Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long to fine-tune and with which learning rates.
+    """The number of epochs to fine-tune, and the learning rates.
 
     Args:
-        original_lr: the learning rate that the float training began with.
+        original_lr: the first learning rate of the float training.
         original_epochs: the epochs of the float training.
-        fraction: share of those epochs to fine-tune.
-        start: first learning rate, as a share of the original one.
-        end: last learning rate, as a share of the first.
+        fraction: the share of the original epochs to fine-tune.
+        start: the first learning rate, as a share of the original learning rate.
+        end: the last learning rate, as a share of the first.
 
     >>> schedule = Schedule(original_lr=0.1, original_epochs=90)
     >>> schedule.epochs, schedule.lr(0.0), round(schedule.lr(1.0), 8)
@@ -254,7 +253,7 @@ class Schedule:
 
     @property
     def epochs(self) -> int:
-        """Epochs to fine-tune, at least one."""
+        """The number of epochs to fine-tune, at least one."""
         return max(1, round(self.original_epochs * self.fraction))
 
     def lr(self, progress: float) -> float:
@@ -267,8 +266,8 @@ def scheduler(optimizer: Optimizer, schedule: Schedule, steps: int) -> LambdaLR:
     """A learning-rate scheduler for your own loop; call its `step()` after every optimizer step.
 
     Args:
-        optimizer: made with lr=1.0, which the schedule multiplies.
-        steps: optimizer steps in total.
+        optimizer: an optimizer with lr=1.0, which the schedule multiplies.
+        steps: the number of all steps of the optimizer.
 
     >>> optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> rates = scheduler(optimizer, Schedule(original_lr=0.1, original_epochs=10), steps=100)
@@ -284,11 +283,11 @@ class Options:
 
     Args:
         scales: when scales may move.
-        method: of learning scales with `Scales.LEARNED`: "lsq", "lsq_plus", "pact" or "tqt", see `Quantizer.learn`.
-        method_options: of the method, such as {"gradient_factor": False}.
-        scale_lr: the learning rate of learned scales over that of all other parameters.
-        freeze_batch_norm_after: share of the epochs after which batch statistics are frozen; 1.0 never freezes.
-        optimizer: makes the optimizer from the parameters, with lr=1.0, which the schedule multiplies.
+        method: how scales are learned with `Scales.LEARNED`: "lsq", "lsq_plus", "pact" or "tqt", see `Quantizer.learn`.
+        method_options: options of the method, such as {"gradient_factor": False}.
+        scale_lr: the learning rate of learned scales over the learning rate of all other parameters.
+        freeze_batch_norm_after: the share of the epochs after which batch statistics are frozen; 1.0 never freezes.
+        optimizer: a function that makes the optimizer from the parameters, with lr=1.0, which the schedule multiplies.
         on_epoch: called as on_epoch(epoch, mean loss) after every epoch; returning False ends the training.
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
@@ -318,11 +317,11 @@ class Options:
 
 
 def few_bits(original_epochs: float, lr: float = 3e-3) -> tuple[Schedule, Options]:
-    """The schedule and options that won below 4 bits: Adam, learned scales, six times the epochs of the float model.
+    """The schedule and options that were best below 4 bits: Adam, learned scales, six times the original epochs.
 
     Adam divides steps by the size of each parameter's gradients. The fewer bits, the more this size differs between
-    scales and weights, so that one learning rate of SGD does not suit both. Weights in `int2` train better from
-    `calibrate(weight_method="max")`: 98.05 % of digits in place of 97.38, three seeds.
+    scales and weights, so that one learning rate of SGD does not suit both. Weights in `int2` train better after
+    `calibrate(weight_method="max")`: 98.05 % of digits instead of 97.38 %, over three seeds.
 
     >>> schedule, options = few_bits(original_epochs=20)
     >>> schedule.epochs, schedule.lr(0.0), options.scales.name
@@ -347,19 +346,19 @@ def finetune(  # noqa: PLR0913  all but the first five by name
     """Fine-tune a calibrated model with fake quantization in its graph.
 
     Args:
-        model: a prepared and calibrated model; trained in place, left in eval mode. After an error or an interrupt,
-            what was trained so far stays, and every module is in the mode that it was in before.
+        model: a prepared and calibrated model; it is trained in place, and is then in eval mode. After an error or an
+            interrupt, the training so far stays, and every module is in its earlier mode.
         batches: tuples of inputs with the targets as the last item, or mappings of keyword arguments with the targets
             among them, as from a tokenizer of Hugging Face; iterated once per epoch. For other kinds of batches write
             your own loop around `scheduler`, `freeze_batch_norm` and `set_scales`.
-        loss: called as loss(outputs, targets), for example `nn.functional.cross_entropy`. None takes the loss that the
-            model computes itself: `outputs.loss`, or `outputs["loss"]`; then the model gets the targets too.
+        loss: called as loss(outputs, targets), for example `nn.functional.cross_entropy`. With None, the model gets the
+            targets, too, and computes the loss: `outputs.loss`, or `outputs["loss"]`.
         schedule: epochs and learning rates.
         options: scales, batch normalisation, optimizer, callback.
         targets: the key of the targets in mappings.
-        inputs: which part of a batch the model gets, as for `calibrate`; by default all of it without the targets.
-        teacher: a float model whose outputs count as much as the targets; "self" is this model with its quantizers off.
-            `Distillation` has the other choices.
+        inputs: which part of a batch the model gets, as for `calibrate`; by default the batch without the targets.
+        teacher: a float model whose outputs count as much as the targets; "self" is this model with its quantizers off;
+            for other choices give a `Distillation`.
         mask: which tokens count in the distance from the teacher, see `Distillation`.
 
     Returns:
@@ -367,7 +366,7 @@ def finetune(  # noqa: PLR0913  all but the first five by name
 
     Raises:
         ConfigError: the model has no quantizers; a batch holds no targets; with loss=None, the model returned no loss;
-            or the loss became NaN or infinite (names the epoch).
+            or the loss became NaN or infinite (the epoch is named).
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 1)), presets.INT8)
     >>> batches = [(torch.ones(8, 4), torch.zeros(8, 1))]
@@ -439,14 +438,14 @@ def _loss(
     if loss is not None and isinstance(batch, Mapping):
         if targets not in batch:
             raise ConfigError(
-                f"a batch has no targets {targets!r} for the loss, only {', '.join(map(str, batch))}; give their key "
-                "as targets="
+                f"a batch has no targets {targets!r} for the loss, only {', '.join(map(str, batch))}; give the key of "
+                "the targets as targets="
             )
         wanted = batch[targets]
     elif loss is not None:
         if not isinstance(batch, (tuple, list)) or not batch:
             raise ConfigError(
-                f"a batch is of type {type(batch).__name__}, and the loss needs targets; give tuples with the targets "
+                f"a batch is of type {type(batch).__name__}, but the loss needs targets; give tuples with the targets "
                 f"as the last item, or mappings with the key {targets!r}"
             )
         wanted = batch[-1]
@@ -471,9 +470,9 @@ def _outputs(model: nn.Module, batch: Any, *, loss: Loss | None, targets: str, i
             return run_batch(model, batch, inputs=inputs)
         except AmbiguousBatchError as error:
             raise ConfigError(
-                "with loss=None the model needs its targets as an argument, and a tuple does not say which item is "
-                'which argument; give dicts of arguments, such as {"input_ids": ..., "labels": ...}, or a function '
-                "that makes them of a batch as inputs="
+                "with loss=None the model needs the targets as an argument, but a tuple does not say which item is "
+                'which argument; give dicts of arguments, such as {"input_ids": ..., "labels": ...}, or as inputs= a '
+                "function of a batch that returns dicts"
             ) from error
     if inputs is not None:
         return run_batch(model, batch, inputs=inputs)

@@ -1,4 +1,4 @@
-"""A training with quantizers as steps that any loop or trainer can call."""
+"""Parts of a training with quantizers that any loop or trainer can call."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class Scales(Enum):
     """When scales may move during fine-tuning."""
 
     FIXED = "fixed"
-    """Never: scales of calibration stay, as NVIDIA advises; learned scales are fixed at their present values."""
+    """Never: scales of the calibration stay, as NVIDIA advises; learned scales are fixed at their present values."""
     EPOCH = "epoch"
     """Scales of weights are computed from the weights at the start of every epoch. The first epoch starts with the
     codes that `fakequant.ptq` chose."""
     LEARNED = "learned"
     """At every step, by gradient: LSQ or another method, see `Quantizer.learn`. The gradient of a scale comes from the
-    rounding error: a frozen weight that already has the values of its codes gives none."""
+    rounding error: a frozen weight that already has the values of its codes gives the scale no gradient."""
     ONLY = "only"
-    """As LEARNED, with fixed codes of weights, for example those of `fakequant.ptq.reconstruct`, which the gradients of
-    scales take as constants. `finetune` and `Training` train nothing else, and end with fixed scales."""
+    """Like LEARNED, but the codes of weights, for example from `fakequant.ptq.reconstruct`, are fixed: the gradients of
+    scales take them as constants. `finetune` and `Training` then train only scales, and end with fixed scales."""
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
@@ -61,7 +61,7 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def freeze_batch_norm(model: nn.Module) -> None:
-    """Put batch normalisations in eval mode for good: `model.train()` leaves them there, and their statistics stay.
+    """Put batch normalisations in eval mode permanently: `model.train()` does not change it, and statistics stay.
 
     `del norm.train` ends it for a normalisation.
 
@@ -79,24 +79,24 @@ def freeze_batch_norm(model: nn.Module) -> None:
 
 
 def _stay(norm: nn.Module, mode: bool = True) -> nn.Module:
-    """Replaces `train` of a frozen normalisation, which stays in eval mode; modules inside it follow the mode."""
+    """Replaces `train` of a frozen normalisation: it stays in eval mode, but modules inside of it follow the mode."""
     for module in norm.children():
         module.train(mode)
     return norm
 
 
 def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options: Any) -> None:
-    """Set when the scales of a model's quantizers may move; static weight scales that are missing are set now.
+    """Set when the scales of a model's quantizers may move; missing static scales of weights are set now.
 
     Args:
         scales: when scales may move.
         method: how scales are learned with LEARNED; see `Quantizer.learn`. Dynamic quantizers learn nothing.
-        options: of the method.
+        options: options of the method.
 
     Raises:
-        ConfigError: the model has no quantizers; LEARNED or ONLY for a quantizer without a range, or by a method that
-            does not support its specification; LEARNED for a model that is wrapped in DistributedDataParallel or
-            sharded by fully_shard already. Nothing is changed then.
+        ConfigError: the model has no quantizers; with LEARNED or ONLY, a quantizer has no range, or the method does not
+            support its specification; or with LEARNED, the model is already wrapped in DistributedDataParallel or
+            sharded by fully_shard. Nothing is then changed.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
     >>> set_scales(model, Scales.LEARNED, "lsq")
@@ -122,8 +122,8 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
             refuse_stored(model, "call set_scales(LEARNED) on")
             if is_data_parallel(model):
                 raise ConfigError(
-                    "learned scales are parameters, and DistributedDataParallel knows only those that the model had "
-                    "when it was wrapped; call set_scales(LEARNED) before, on the model that is wrapped"
+                    "learned scales are parameters, but DistributedDataParallel knows only the parameters that the "
+                    "model had when it was wrapped; call set_scales(LEARNED) on the model before you wrap it"
                 )
         for quantizer in quantizers(model).values():
             if not learn or quantizer.keeps_codes is not (scales is Scales.ONLY and quantizer.kind is Kind.WEIGHT):
@@ -139,14 +139,14 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
             warn_of_zeros(model, quantizers(model))
             if scales is Scales.ONLY and not static:
                 raise ConfigError(
-                    "Scales.ONLY has nothing to train: all ranges are dynamic or given by an engine; prepare weights "
+                    "Scales.ONLY has nothing to train: all ranges are dynamic or fixed by an engine; prepare weights "
                     "with static ranges"
                 )
         share_learned(model)
 
 
 def _fix_codes(model: nn.Module) -> list[Quantizer]:
-    """Fix the codes of all static weights as they are now, and return their quantizers."""
+    """Fix the present codes of all static weights, and return their quantizers."""
     found = []
     for name, weight in quantized_weights(model).items():
         quantizer = weight.quantizer
@@ -163,7 +163,7 @@ def _fix_codes(model: nn.Module) -> list[Quantizer]:
 
 
 def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
-    """Set the static ranges of weights that have no range, or with `anew` all of them, from the present weights."""
+    """Set the static ranges of weights without a range, or with `anew` of all weights, from the present weights."""
     for name, weight in quantized_weights(model).items():
         quantizer = weight.quantizer
         if quantizer.dynamic or quantizer.is_zero_weight:
@@ -181,23 +181,23 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(eq=False)
 class Training:
-    """A training with quantizers as parts for any loop; `QATCallback` of the trainers calls them.
+    """A training with quantizers as parts for any loop; the trainers' `QATCallback` calls them.
 
-    `prepare` comes before the optimizer, `at` before each step, `loss` behind the model's own loss if there is a
-    teacher, and `end` after the last step. `state_dict` belongs in a checkpoint, beside those of model and optimizer.
+    Call `prepare` before the optimizer is made, `at` before each step, `loss` after the model's own loss if there is a
+    teacher, and `end` after the last step. Store `state_dict` in a checkpoint, beside those of model and optimizer.
 
     Args:
         config: a preset, its name, or rules; None for a model that is prepared already.
-        batches: for calibration; none for a model that is calibrated or needs no data.
+        batches: the batches for calibration; none for a model that is calibrated or needs no data.
         calibration: further arguments of `fakequant.calibrate`, such as {"inputs": 0}. All processes of
-            torch.distributed calibrate together, unless it has another "group".
+            torch.distributed calibrate together, unless it names another "group".
         scales: when scales may move.
         method: how scales are learned with `Scales.LEARNED`, and `method_options`: see `Quantizer.learn`.
-        learn_after: share of the steps after which learned scales begin to move.
-        freeze_batch_norm_after: share of the steps after which batch statistics are frozen; 1.0 never freezes.
+        learn_after: the share of the steps after which learned scales begin to move.
+        freeze_batch_norm_after: the share of the steps after which batch statistics are frozen; 1.0 never freezes.
         teacher: a float model, "float" for a frozen copy of the model from before `prepare`, "self" for the model with
             its quantizers off, or a `Distillation`.
-        finish: called with the trained model in eval mode by `end`, in one process: to save, export or deliver it.
+        finish: a function that `end` calls with the trained model in eval mode, in one process: to save or export it.
         skip, rules: as for `fakequant.prepare`; they change the configuration.
 
     >>> training = Training("int8", [torch.ones(2, 4)], scales=Scales.LEARNED, teacher="float")
@@ -244,7 +244,7 @@ class Training:
         """Prepare, calibrate and set the scales of a model, in place; before its optimizer is made.
 
         Raises:
-            ConfigError: the model does not fit the settings (says what to do). The model is unchanged then.
+            ConfigError: the model does not fit the settings; the message has a cure. The model is then unchanged.
         """
         if model is self._model:
             return model
@@ -283,8 +283,8 @@ class Training:
             }
             if any(other != settings for other in processes.all(settings)):
                 raise ConfigError(
-                    "the processes quantize other layers or in other ways; give all of them one model and the same "
-                    'settings, or calibration={"group": False} where they train models of their own'
+                    "the processes quantize different layers, or quantize differently; give all of them one model and "
+                    'the same settings, or calibration={"group": False} if they train different models'
                 )
         self._model, self._settings, self._asleep = model, settings, asleep
         trained = {id(parameter) for parameter in learned_scales(model)}
@@ -295,13 +295,13 @@ class Training:
         return model
 
     def begin(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Start to watch the calls of the model; `at` does it, too.
+        """Begin to watch the calls of the model; `at` does so, too.
 
         Args:
-            optimizers: checked to hold the learned scales.
+            optimizers: the optimizers, which must hold the learned scales.
 
         Raises:
-            ConfigError: an optimizer lacks learned scales, or another training watches the model.
+            ConfigError: the optimizers lack learned scales, or another training watches the model.
         """
         model = self._prepared()
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -309,8 +309,8 @@ class Training:
         known = any(id(parameter) in held for parameter in model.parameters())  # else it has shards of them
         if known and any(id(parameter) not in held for parameter in learned_scales(model) if parameter.requires_grad):
             raise ConfigError(
-                "the optimizer was made before the scales became parameters, and would not move them; have the trainer "
-                "make the optimizer, or call prepare(model) of the callback before you make it"
+                "the optimizer was made before the scales became parameters, and would not move the scales; let the "
+                "trainer make the optimizer, or call prepare(model) of the callback before you make the optimizer"
             )
         if self._watch is not None:
             return
@@ -320,8 +320,8 @@ class Training:
             owner.leave_if_over()
         if any(owner.watches for owner in others):
             raise ConfigError(
-                "another QATCallback or Training watches this model, perhaps after an error in a loop: call leave() of "
-                "that one, or give the trainer a single callback"
+                "another QATCallback or Training watches this model, perhaps after an error in a loop: call its "
+                "leave(), or give the trainer a single callback"
             )
         with ExitStack() as stack:
             stack.callback(model.register_forward_pre_hook(self._before).remove)
@@ -331,7 +331,7 @@ class Training:
             self._watch = stack.pop_all()
 
     def at(self, progress: float, epoch: int = 0) -> None:
-        """Call this before each step, once or more often: it moves or holds scales, and freezes batch normalisations.
+        """Call this before each step, once or more often: it lets scales move or not, and freezes batch normalisations.
 
         Args:
             progress: the share of the optimizer's steps that are done.
@@ -360,7 +360,7 @@ class Training:
 
         Args:
             value: the loss of the model.
-            share: the share of this batch in a step of several batches, if `value` is already multiplied by it.
+            share: the share of this batch in a step of several batches, if `value` is already multiplied by this share.
 
         Raises:
             ConfigError: the model was not called for this loss.
@@ -369,8 +369,8 @@ class Training:
             return value
         if not self._distances:
             raise ConfigError(
-                "there is a loss, but the model that the training prepared was not called in training mode for it; "
-                "give Training the module that the loop calls"
+                "there is a loss, but it was computed without a call in training mode of the model that the training "
+                "prepared; give Training the module that the loop calls"
             )
         distance = torch.stack(self._distances).mean() * share
         self._forget()
@@ -401,10 +401,10 @@ class Training:
         return self._watch is not None
 
     def leave_if_over(self) -> None:
-        """Stop to watch the model where an error ended the loop of a trainer that has no event for it."""
+        """Stop watching the model if an error ended the loop of a trainer that has no event for errors."""
 
     def leave(self) -> None:
-        """Stop to watch the model, as after an error that ends the training."""
+        """Stop watching the model, for example after an error that ends the training."""
         if self._watch is not None:  # until it is closed: an interrupt may come in between, and this runs again
             self._watch.close()
             self._watch = None
@@ -427,15 +427,15 @@ class Training:
         """Continue at the epoch of a checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint was written with other settings (says which).
+            CheckpointError: the checkpoint was written with other settings, which are named.
         """
         stored, own = state_dict["settings"], self.state_dict()["settings"]
         if other := [
             f"{key}={stored.get(key)!r:.60}, now {own.get(key)!r:.60}" for key in own if stored.get(key) != own[key]
         ]:
             raise CheckpointError(
-                f"the checkpoint was trained with other settings: {'; '.join(other)}; resume with those, or start "
-                "a new training from its weights"
+                f"the checkpoint was trained with other settings: {'; '.join(other)}; resume with its settings, or "
+                "start a new training from its weights"
             )
         self._epoch = int(state_dict["epoch"])
 
@@ -458,7 +458,7 @@ class Training:
             module.training = False
 
     def _hold(self, *, held: bool) -> None:
-        """Make the gradients of learned scales zero by hooks, or remove these hooks."""
+        """Add hooks that make the gradients of learned scales zero, or remove these hooks."""
         # Not `requires_grad`: DistributedDataParallel waits for the gradients of all that it was made with.
         if held and not self._held:
             self._held = [parameter.register_hook(_zeros) for parameter in learned_scales(self._prepared())]
@@ -494,7 +494,7 @@ class Training:
         return self._with_distance(outputs, kwargs)
 
     def _with_distance(self, outputs: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Outputs with the distance from the teacher, which the model returns instead; None for unchanged outputs."""
+        """Outputs that include the distance from the teacher, for the model to return; None for unchanged outputs."""
 
     def _forget(self) -> None:
         self._distances.clear()
