@@ -424,7 +424,7 @@ _PRESENT: ContextVar[Any] = ContextVar("present")
 
 @dataclass(eq=False)
 class _Rest:
-    """A call of the modules after the blocks: a batch, the hidden states after the last block, and the mask."""
+    """A call of the modules after the blocks, which has a batch, the last block's hidden states, and the mask."""
 
     batch: Any
     hidden: Tensor
