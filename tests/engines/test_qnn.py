@@ -124,6 +124,30 @@ def test_sums_are_shifts_of_integers(sign: int, ratios: tuple[float, ...], point
 
 
 @pytest.mark.parametrize(
+    ("ratio", "points", "shift"),
+    [
+        (1 / 61.7, (0, 0, 15), 20),
+        (1 / 11.2, (100, 50, 201), 18),
+        (1 / 900, (140, 120, 90), 22),
+        (1 / 170.8, (249, 144, 246), 21),  # the constant of shift 22 has 17 bits
+    ],
+)
+def test_products_of_tensors_have_a_constant_of_16_bits(ratio: float, points: tuple[int, ...], shift: int) -> None:
+    (za, zb, zo), one = points, torch.tensor(1.0, dtype=torch.float64)
+    a = torch.arange(256, dtype=torch.uint8)
+    x, y = (GridCodes(a, CodeGrid(one, z, 0, 255)) for z in (za, zb))
+    to = CodeGrid(one / ratio, zo, 0, 255)
+    x = x._replace(stored=a[:, None])
+    found = qnn.mul(Operands((x, y)), to)
+    r = 1 / float(np.float32(1 / ratio))
+    m, middle = round(r * 2**shift), 256 * round((255 - 2 * za) * (255 - 2 * zb) / 512)
+    constant = math.floor(((zo + 0.5) * 2**shift + middle * m) / 2**15 + 0.5)
+    assert constant < 2**15
+    wanted = [[((i - za) * (j - zb) - middle) * m + (constant << 15) >> shift for j in range(256)] for i in range(256)]
+    assert torch.equal(found, torch.tensor(wanted, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
     ("bounds", "joined", "least", "most"),
     [((0.0, 50.0), False, 10, 60), ((-10.0, 245.0), True, 0, 255), ((7.0, 300.0), True, 0, 255)],
 )

@@ -51,7 +51,7 @@ class InPlace(Residual):
 
 
 class Forks(nn.Module):
-    """Clamps of products, sums and differences, and stored results that a ReLU or a clamp and another function read."""
+    """Clamps of sums, differences and products, whose stored results another function reads, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Forks(nn.Module):
         x = self.first(x)
         x = x.relu() + torch.clamp(self.second(x), -0.3, 0.4)
         y = self.third(torch.clamp(x, min=-0.2))
-        return (x - y.clamp(min=0)).clamp(0.1, 0.8) + x
+        return (x - y.clamp(min=0.0)).clamp(0.1, 0.8) + (x * y).relu()
 
 
 class Mean(nn.Module):
