@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError, ExportError
@@ -42,14 +42,18 @@ def test_weights_have_the_values_of_the_simulation(name: str, preset: str, count
 
 @pytest.mark.usefixtures("engine")
 def test_another_weight_is_an_error_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = module._weights
+    from coremltools.converters.mil.mil.ops.defs.iOS18 import (  # pyright: ignore[reportMissingImports]
+        constexpr_blockwise_shift_scale as weight,
+    )
 
-    def other(program: Any) -> dict[str, Tensor]:
-        found = weights(program)
-        next(iter(found.values()))[0, 0] += 1e-3
+    values = weight.materialized_val_inference
+
+    def other(self: Any) -> Any:
+        found = values(self).copy()
+        found[0, 0] += 1e-3
         return found
 
-    monkeypatch.setattr(module, "_weights", other)
+    monkeypatch.setattr(weight, "materialized_val_inference", other)
     model, x = calibrated("mlp", "INT8_WEIGHT_ONLY")
     with pytest.raises(ExportError, match=r"1 elements of the weight dequantize_per_channel.* nothing was written"):
         fq.export_coreml(model, x, tmp_path / "m.mlpackage")
