@@ -47,14 +47,21 @@ def logits(folder: str, tokens: str, out: str, vocabulary: str, dtype: str = "fl
     np.save(out, found)
 
 
-def codes(values: str, kind: str, out: str) -> None:
-    """Write the codes and scales that vLLM's operator gives rows of values in float32 or bfloat16."""
+def codes(values: str, kind: str, out: str, preset: str) -> None:
+    """Write the codes and scales that vLLM gives rows of values in float32 or bfloat16 as inputs of a preset."""
     import torch
     from vllm import _custom_ops
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
     x = torch.from_numpy(np.load(values)).to(getattr(torch, kind))
-    found, scale, _ = _custom_ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
-    np.savez(out, codes=found.numpy(), scale=scale.float().numpy())
+    if preset == "W8A8_DYNAMIC":
+        found, scale, _ = _custom_ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
+    else:
+        with set_current_vllm_config(VllmConfig()):
+            found, scale = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)(x)
+    np.savez(out, codes=found.view(torch.uint8).numpy(), scale=scale.float().numpy())
 
 
 if __name__ == "__main__":

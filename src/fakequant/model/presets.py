@@ -163,6 +163,11 @@ NF4_WEIGHT_ONLY = _four_bits("NF4_WEIGHT_ONLY", "nf4 per_block(-1:64,pad)")
 W8A8_DYNAMIC = _preset("W8A8_DYNAMIC", weight="int8 per_channel(0)", input="int8 per_token reciprocal", dynamic=True)
 """W8A8 with the codes of vLLM on CPUs: scale amax / 127 of every token, code rint(x * (1 / scale))."""
 
+FP8_DYNAMIC = _preset(
+    "FP8_DYNAMIC", weight="float8_e4m3fn per_channel(0)", input="float8_e4m3fn per_token", dynamic=True
+)
+"""W8A8 in FP8 E4M3 with a dynamic range for every token, as servers load it, also for experts: needs no calibration."""
+
 W8A8_TRANSFORMERS = _preset(
     "W8A8_TRANSFORMERS", weight="int8 per_channel(0)", input="int8 per_token scale=float32:half_range", dynamic=True
 )

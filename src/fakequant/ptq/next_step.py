@@ -51,7 +51,7 @@ def kinds_of(target: str | None) -> Sequence[Sequence[str]]:
     """The presets to try for a target, by how its engine multiplies, see `Engine`; for None, presets of weights alone.
 
     >>> kinds_of("vllm")
-    (('W8A8_DYNAMIC', 'FP8'), ('INT4_GROUP128',))
+    (('W8A8_DYNAMIC', 'FP8_DYNAMIC'), ('INT4_GROUP128',))
     """
     kinds = (_ANY,) if target is None else find_engine(target).kinds
     if not kinds:
@@ -63,7 +63,7 @@ def rivals(names: Iterable[str]) -> set[str]:
     """All presets that any engine lists in the same kind as one of these presets.
 
     >>> sorted(rivals(["W8A8_DYNAMIC"]))
-    ['FP8', 'W8A8_DYNAMIC']
+    ['FP8_DYNAMIC', 'W8A8_DYNAMIC']
     """
     kinds = [_BLOCKS, _ANY, *(kind for engine in known_engines().values() for kind in engine.kinds)]
     wanted = {*names}
@@ -73,10 +73,10 @@ def rivals(names: Iterable[str]) -> set[str]:
 def unknown_gain(name: str | None, presets: Iterable[str]) -> str:
     """A sentence that names the presets by which an engine is not known to gain; "" if all are known, or for None.
 
-    >>> unknown_gain("sglang", ["FP8"])
+    >>> unknown_gain("sglang", ["FP8_DYNAMIC"])
     ''
-    >>> unknown_gain("vllm", ["INT4_GROUP32"])
-    'It is not known that vllm gains by INT4_GROUP32. It takes W8A8_DYNAMIC, FP8, INT4_GROUP128: docs/engines/vllm.md.'
+    >>> unknown_gain("litert", ["INT4_GROUP32"])
+    'It is not known that litert gains by INT4_GROUP32. It takes INT8, INT8_AFFINE: docs/engines/litert.md.'
     """
     if name is None:
         return ""
@@ -196,7 +196,7 @@ def made_by(model: nn.Module) -> Provenance | None:
 
     >>> found = made_by(prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "int8", skip=["1"]))
     >>> found.preset.name, found.skip, [preset.name for preset in found.relatives]
-    ('INT8', ('1',), ['INT8_AFFINE', 'INT8_PER_TOKEN', 'W8A8_DYNAMIC', 'W8A8_TRANSFORMERS', 'FP8'])
+    ('INT8', ('1',), ['INT8_AFFINE', 'INT8_PER_TOKEN', 'W8A8_DYNAMIC', 'W8A8_TRANSFORMERS', 'FP8', 'FP8_DYNAMIC'])
     """
     if has_sites(model):
         return None

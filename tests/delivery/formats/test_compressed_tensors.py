@@ -17,7 +17,7 @@ import fakequant as fq
 from fakequant.delivery.folder import by_transformers
 from fakequant.delivery.formats import compressed_tensors
 from fakequant.delivery.schemes import how_to_load, missed_cache
-from fakequant.errors import CheckpointError, ExportError, ShapeError
+from fakequant.errors import CheckpointError, ConfigError, ExportError, ShapeError
 from fakequant.nn.quantizer import Mode, quantizers
 from tests.support.language_models import BATCHES, llama, llava, logits, mixtral
 
@@ -435,7 +435,7 @@ def test_other_rules_of_int8_inputs_are_refused(spec: str, tmp_path: Path) -> No
         fq.deliver(prepared(rules("int8 per_channel(0)", spec)), tmp_path / "new", "compressed-tensors")
 
 
-@pytest.mark.parametrize("preset", ["W8A8_DYNAMIC", "FP8"])
+@pytest.mark.parametrize("preset", ["W8A8_DYNAMIC", "FP8_DYNAMIC"])
 def test_experts_with_quantized_inputs_are_said(preset: str, tmp_path: Path) -> None:
     model = prepared(getattr(fq.presets, preset).with_rule(fq.Rule("lm_head"), fq.Rule("*embed_tokens")), mixtral())
     with pytest.warns(
@@ -443,6 +443,13 @@ def test_experts_with_quantized_inputs_are_said(preset: str, tmp_path: Path) -> 
     ):
         folder = fq.deliver(model, tmp_path, "compressed-tensors")
     assert not fq.verify_delivery(folder, model).passed
+
+
+@pytest.mark.parametrize(("preset", "other"), [("INT8", "W8A8_DYNAMIC"), ("FP8", "FP8_DYNAMIC")])
+def test_experts_with_fixed_ranges_are_refused(preset: str, other: str) -> None:
+    said = rf"experts: its input is .*, and servers load experts with a dynamic range .* that it holds is {other}"
+    with pytest.raises(ConfigError, match=said):
+        fq.prepare(mixtral(), preset, skip=["lm_head"], target="vllm")
 
 
 def test_the_cache_that_transformers_misses_is_said_and_not_compared(
