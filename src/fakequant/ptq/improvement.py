@@ -79,9 +79,9 @@ def improve(  # noqa: PLR0913  all but the first three by name
     four batches run three times more; a `checkpoint` runs the first batch once more. The step "drift", which corrects
     the errors of earlier layers, is left out for a layer that a batch calls several times, and for all later layers.
 
-    Of two batches or more, the second of every eight is held back to judge: if the error of the model's output on these
-    batches does not fall by more than chance explains, choices are undone, except in layers whose choice lowers the
-    error. To find these layers, the batches that judge run once more for each of up to 16 parts of the layers.
+    The 2nd, 10th, 18th batch and so on, at most eight, are held back to judge: if the error of the model's output on
+    these batches does not fall by more than chance explains, choices are undone, except in layers whose choice lowers
+    the error. To find these layers, the batches that judge run once more for each of up to 16 parts of the layers.
 
     Args:
         model: prepared, and calibrated if its inputs are quantized.
