@@ -10,9 +10,9 @@ from fakequant.numerics.products import ConvParams, QuantizedOperand
 from fakequant.ops import products
 from fakequant.ops.products import PackedWeight, convolution, largest_inner_size
 from tests.support.bits import assert_same_bits
-from tests.support.processor import needs_exact_sums
+from tests.support.processor import needs_convolutions, needs_exact_sums
 
-needs_kernel = pytest.mark.skipif(not products._has_kernel(), reason="the kernel needs a processor with AVX-512 VNNI")
+needs_kernel = needs_convolutions()
 WAYS = [pytest.param(True, id="kernel", marks=needs_kernel), pytest.param(False, id="onednn", marks=needs_exact_sums())]
 
 

@@ -16,6 +16,7 @@ from fakequant.numerics.products import ConvParams, FixedPoint
 from fakequant.ops import products
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.products import PackedWeight
+from tests.support.processor import needs_convolutions
 
 CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 WINDOWS = [  # sizes, channels, outputs, groups, kernel, stride, padding, dilation
@@ -37,6 +38,7 @@ def random_codes(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randint(info.min, info.max + 1, shape, dtype=dtype)
 
 
+@needs_convolutions()
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("by_channels", [False, True])
@@ -55,6 +57,7 @@ def test_convolutions_have_exact_sums(window: tuple, dtype: torch.dtype, by_chan
     assert found.dtype in (torch.int32, torch.float32)
 
 
+@needs_convolutions()
 def test_largest_sums_of_a_channel() -> None:
     codes, weight = torch.zeros(1, 2, 40, 40, dtype=torch.uint8), torch.full((2, 1, 5, 5), -128, dtype=torch.int8)
     codes[:, 1] = 255

@@ -78,6 +78,7 @@ def lying_calls() -> Iterator[Call]:
     yield from _of_ranges()
     yield from _of_histograms()
     yield from _of_products()
+    yield from lying_sweeps()
 
 
 def _of_elements() -> Iterator[Call]:
@@ -322,7 +323,6 @@ def _of_convolutions() -> Iterator[Call]:
     without = right | {"x_scale": None, "scale": None}
     yield "convolve: a bias alone", partial(ops.convolve, *(without | {"y": right["y"].int()}).values())
     yield "convolve: float without scales", partial(ops.convolve, *(without | {"bias": None}).values())
-    yield from lying_sweeps()
 
 
 def lying_sweeps() -> Iterator[Call]:

@@ -45,6 +45,13 @@ LOST_BY_SUMS = re.compile(r"default\s+session\s+loses.*x64quantprecision", re.DO
 """In the error of `fakequant quantize` where sums of ONNX Runtime's default session saturate."""
 
 
+def needs_convolutions() -> pytest.MarkDecorator:
+    """Skips tests on processors on which the kernel for convolutions of codes does not run."""
+    from fakequant.ops.products import _has_kernel
+
+    return pytest.mark.skipif(not _has_kernel(), reason="the kernel needs a processor with AVX-512 VNNI")
+
+
 def needs_exact_sums() -> pytest.MarkDecorator:
     """Skips tests on processors whose sums of products of codes saturate."""
     reason = why_sums_saturate()
