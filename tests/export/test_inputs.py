@@ -193,6 +193,30 @@ class Assigned(Written):
         return self.h + 1
 
 
+class Delayed(nn.Module):
+    """Gives the input of the run before the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("a", torch.zeros(4, 16))
+        self.register_buffer("b", torch.zeros(4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, self.b, self.a = self.b, self.a, x
+        return y
+
+
+class Inside(nn.Module):
+    """A module whose submodule has the state, which torch.export loses where it is assigned."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 class Outer(nn.Module):
     """A window of earlier inputs, and a module with a state inside."""
 
@@ -212,6 +236,11 @@ STATES = {
     "written": (Written, ["state_h"]),
     "assigned": (Assigned, ["state_h"]),
     "nested": (Outer, ["state_past", "state_inner_h"]),
+    "assigned inside": (lambda: Inside(Assigned()), ["state_inner_h"]),
+    "delayed": (
+        lambda: Inside(nn.Sequential(nn.Linear(16, 16), Delayed())),
+        ["state_inner_1_a", "state_inner_1_b"],
+    ),
 }
 
 
@@ -297,7 +326,7 @@ def test_a_state_that_is_no_buffer_is_said_to_be_constant(
 @pytest.mark.parametrize("keep", [in_place, through_data])
 def test_a_state_that_cannot_be_traced_is_refused(keep: Callable[[Any, Tensor], None], tmp_path: Path) -> None:
     model = fq.prepare(Attribute(keep).eval(), "int8_weight_only")
-    with pytest.raises(ExportError, match=r"forward (writes|keeps) .*(register_buffer|copy_)"):
+    with pytest.raises(ExportError, match=r"forward (writes|stores) .*(register_buffer|copy_)"):
         fq.export_onnx(model, Z[:4], tmp_path / "m.onnx")
 
 

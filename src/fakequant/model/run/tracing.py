@@ -87,7 +87,19 @@ def _constants_said(model: nn.Module) -> Iterator[None]:
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         before = Values({"": model}, tensors=False)
+        held = [(own._buffers, *item) for own in model.modules() if own is not model for item in own._buffers.items()]
         result = forward(*args, **kwargs)
+        # torch.export sees the buffers that the model itself assigns, and loses those that a submodule assigns. They
+        # are written in place behind all else: results and other buffers may hold a buffer's earlier value.
+        assigned = [
+            (buffers, name, old, new.clone())
+            for buffers, name, old in held
+            if old is not None and (new := buffers.get(name)) is not None and new is not old and new.shape == old.shape
+        ]
+        if assigned:
+            result = pytree.tree_map_only(Tensor, torch.clone, result)
+        for buffers, name, old, new in assigned:
+            buffers[name] = old.copy_(new)
         for name, value in before.changes().values.items():
             if isinstance(value, (int, float, str)):
                 written[name] = str(value)
