@@ -138,7 +138,7 @@ def test_weights_that_a_forward_computes_have_a_row() -> None:
     net = net_of(lambda m, x: F.linear((x @ m.w.T) @ m.v.detach(), m.last), w=w, v=v, last=last)
     _, found = chosen(net, [torch.randn(16, 8) for _ in range(3)])
     rows = {row.layer: row.note for row in found.layers}
-    computed = "nearest: the forward computes it, several functions read it, or it is no parameter"
+    computed = "nearest: forward computes the weight, several functions read it, or it is no parameter"
     assert rows == {"_sites.matmul_0": computed, "_sites.matmul_1": computed, "_sites.linear_0": ""}
 
 
@@ -247,7 +247,6 @@ def test_a_product_of_two_weights_stays_and_has_two_rows() -> None:
 
 def test_weights_in_no_list_are_named_where_there_are_no_others() -> None:
     net = net_of(lambda m, x: x @ m.w.T, w=torch.randn(8, 8))
-    with pytest.raises(
-        ConfigError, match=r"no steps for the quantized weights _sites.matmul_0: the forward computes it"
-    ):
+    message = r"improve can change none of the model's quantized weights \(_sites\.matmul_0\): forward computes the"
+    with pytest.raises(ConfigError, match=message):
         chosen(net, [torch.randn(4, 8) for _ in range(2)])

@@ -226,7 +226,10 @@ class Calibrator(Observer):
                 super().observe(one)
 
     def _joined(self, members: Tensor) -> list[Tensor]:
-        """Members [number, *shape], joined along an axis that has one group; all members if there is no such axis."""
+        """The members of a vmap [number, *shape] as one tensor, joined along an axis where joining adds no groups.
+
+        Without such an axis, a list of the single members.
+        """
         shape, groups = members.shape[1:], self.spec.granularity.group_shape
         for axis in range(len(shape)):
             joined = members.movedim(0, axis).flatten(axis, axis + 1)

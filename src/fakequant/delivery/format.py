@@ -395,13 +395,14 @@ class LayeredWriter:
     Args:
         stored: a function of a layer, and of a weight's shape [out, in] and dtype, that returns the tensors of the
             weight by the ends of their names.
-        with_tables: whether tables and tied weights are codes, too; a tied weight has its first name.
+        with_tables: whether tables and tied weights are codes, too; a tied weight is stored once, under its first name.
 
     Attributes:
         in_float: weights that are written as floats with the values of their codes: tables, which programs read as
             floats, and tied weights.
         pieces: for each weight with codes, its names in files.
-        under: by the name of a weight, the scale of the tensor that `merge_scales` chose.
+        under: for each weight that `merge_scales` merged, by name, the second-level scale that the merged weights
+            share.
         ignored: layers in float, by their names in files, and by their names in the model if those differ, because
             transformers looks for modules of the model.
     """

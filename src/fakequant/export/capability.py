@@ -136,7 +136,8 @@ class SiteRecord:
         digest: SHA-256 of the constants.
         constants: names of the constants.
         scale_of_scales: name of the factor of the scale's codes; None if `scale` is the scale itself.
-        clip: the bounds of a Clip that was removed before the quantizer, whose codes end at these bounds; else empty.
+        clip: the bounds of a Clip, Max or Min node that stood in front of the quantizer and was removed, because the
+            quantizer's smallest and largest codes already clip to these bounds; empty if none was removed.
     """
 
     quantizer: str

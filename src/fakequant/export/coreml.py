@@ -91,7 +91,8 @@ def export_coreml(
             theirs = torch.as_tensor(found[name].materialized_val_inference())
             if differing := int((theirs != value).sum()) if theirs.shape == value.shape else value.numel():
                 raise ExportError(
-                    f"{differing:,} elements of the weight {name} differ in the package; nothing was written"
+                    f"in the Core ML package, {differing:,} elements of the weight {name} differ from the values of "
+                    "the simulation, so nothing was written; report the model"
                 )
         with TemporaryDirectory(dir=target.parent) as folder:
             made.save(str(Path(folder, target.name)))

@@ -1,7 +1,8 @@
 """The quantizing operations, and the rows of the table of operations; importing this module fills the table.
 
 The rows of torch's operators are only names, because torch's meta kernels know types, shapes and most restrictions.
-Checks refuse what only torch's real kernels refuse, and mixtures of types that no engine computes.
+The checks in this file add two kinds of refusal: calls that torch refuses only when it really runs them, and mixtures
+of types that no engine computes.
 """
 
 from __future__ import annotations

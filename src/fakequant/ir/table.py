@@ -416,9 +416,11 @@ _MOST_TRIES = 500  # of 0.3 ms
 
 
 def _alike(call: Call, is_size: list[bool]) -> Iterator[list[int]]:
-    """Candidate lengths: in each, all dynamic dimensions and sizes have the same length."""
+    """Lists of lengths to try, one length per dynamic dimension or size.
+
+    All lengths in a list are equal, except where one size is -1 (from a reshape) and the other sizes are 1.
+    """
     yield [_SOME[0]] * len(is_size)
-    # A reshape takes one size that is left over, -1.
     for free in (i for i, size in enumerate(is_size) if size):
         yield [-1 if i == free else 1 if size else _SOME[0] for i, size in enumerate(is_size)]
     given = _lengths_in(call)

@@ -199,9 +199,10 @@ def boundaries_of(values: Tensor, count: int, by: By = "value") -> list[float]:
 
 @contextmanager
 def reading(model: nn.Module) -> Iterator[Callable[[ByValue], None]]:
-    """A context that yields a function: given a `ByValue`, it makes the calls of a model read this value, too.
+    """A context that yields a function `read(by_value)`.
 
-    When the context ends, calls read only the values that choose ranges of the model's quantizers.
+    After `read`, each call of the model also looks up the value of this `ByValue`, such as the timestep, in its
+    arguments. After the context, calls look up only the values that the model's quantizers need.
     """
     with restore_after(lambda: follow_values(model)):
         known = (quantizer.by_value for quantizer in quantizers(model).values())

@@ -57,13 +57,14 @@ class Target:
         shared: functions whose operands share a scale.
         fixed: functions whose result has a fixed range, whatever the data.
         outputs: functions whose result is quantized, unless a function that reads the result quantizes it anyway.
-        floats_before: normalisations. A sum stays in float if only these normalisations, or other sums that stay in
-            float, read it. So does the result of a linear layer, on three or more axes, that only sums in float read.
+        floats_before: normalisations that read sums in float. A sum stays in float if all its readers are these
+            normalisations, or sums that stay in float. The result of a linear layer (three or more axes) stays in
+            float, too, if all its readers are such sums. Functions in `keeps` may stand before a reader.
         fused: pairs of functions that the engine computes as one if nothing else uses the value in between.
         identity_only: whether only the residual branch of a residual sum is quantized, because the engine computes the
             sum together with the product in the other branch.
-        moved_back: functions over which the engine moves a quantizer back to a result that nothing else reads; None if
-            over all functions in `keeps`.
+        moved_back: functions that a quantizer may pass when the engine moves it from their result to their input; the
+            function must be the only reader of this input. None: all functions in `keeps`, also beside other readers.
         attention_in_parts: whether the engine computes attention as two products and a softmax, so that the
             probabilities are quantized, too.
         symmetric: which activations let the engine compute all products on integers: symmetric (True), asymmetric

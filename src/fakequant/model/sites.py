@@ -215,8 +215,9 @@ def rules_of_sites(model: nn.Module, config: Config, found: Iterable[FunctionCal
 
 
 def candidates(model: nn.Module, recording: Recording) -> list[FunctionCall]:
-    """The calls that could be sites; of a call in several visits of its owner, only the first.
+    """The calls that could be sites.
 
+    If a module's `forward` runs several times, a call that repeats is listed once, by its first occurrence.
     The calls have enough float tensors, the same in all visits, and are outside of layers that have a quantized form.
     """
     owners = {

@@ -80,8 +80,9 @@ def not_compiled() -> Iterator[None]:
     """A context in which models run without torch.compile.
 
     A compiled graph calls no new hooks. `torch.cond`, loops, `torch.map` and `flex_attention` compile the functions
-    that they get, and fail with hooks and calibrators. Torch's compiler is imported before (2 s), as these would import
-    it in the context. Contexts of several threads may overlap.
+    that they get, and fail with hooks and calibrators. Torch's compiler is imported before the context starts (2 s),
+    because otherwise `torch.cond` and the others would import it inside the context. Contexts of several threads may
+    overlap.
     """
     from torch._dynamo import eval_frame
 

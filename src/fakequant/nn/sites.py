@@ -217,10 +217,10 @@ class Sites(nn.Module):
 
     Attributes:
         owner: the path of the module, for messages.
-        steps: the names of counted functions, in the order of their calls in one `forward`.
+        steps: the names of the functions whose calls are numbered, in the order of their calls in one `forward`.
         keys: a name for every step, with a site or without: "add_0" for the first addition.
-        training_keys: the names for the calls in training mode, "add_" for an addition that eval mode does not have;
-            None if the calls are the same.
+        training_keys: the names of the calls in training mode; a call that eval mode does not make has no number:
+            "add_". None if the calls are the same.
     """
 
     def __init__(

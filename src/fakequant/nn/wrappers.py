@@ -95,10 +95,10 @@ class Role(Enum):
 
 
 class Kernel(NamedTuple):
-    """The positions of a convolution's kernel, over which the product sums, as over channels."""
+    """The axes of a convolution's kernel. A convolution sums over them and over the channels."""
 
     window: Mapping[int, int]
-    """The axes of the positions, counted from the end, with the sizes of the kernel; axes of size 1 are left out."""
+    """The axes, counted from the end, with the sizes of the kernel; without axes of size 1."""
     length: int | None = None
     """The count of channels in one sum of a weight; None for an input, whose blocks lie along channels only."""
 

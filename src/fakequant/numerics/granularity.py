@@ -71,7 +71,8 @@ class Granularity(ABC):
     def for_each(self) -> Granularity:
         """The granularity for a stack [tensors, ...] of tensors quantized one by one; axes must be negative numbers.
 
-        A granularity with a scale for every index of each axis that it does not name stays as it is: `PerToken`.
+        `PerToken` stays as it is, because it already has separate scales along every axis that it does not name, so
+        also along the new first axis.
 
         >>> PerTensor().for_each(), PerChannel(-2).for_each(), PerToken().for_each()
         (PerChannel(axes=(0,)), PerChannel(axes=(0, -2)), PerToken())

@@ -19,7 +19,7 @@ from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.quantizer import Kind, Mode, quantizers
 from fakequant.text import listed, module_name
 
-COMPUTED = "the forward computes it, several functions read it, or it is no parameter"
+COMPUTED = "forward computes the weight, several functions read it, or it is no parameter"
 """The reason why the weight of a function is not among `prepared_weights`."""
 
 
@@ -30,7 +30,7 @@ def prepared_weights(model: Any, caller: str) -> dict[str, Product]:
     refuse_stored(model, f"call {caller} on")
     weights = quantized_weights(model)
     if not weights and (paths := [layer_of(path) for path in computed_weights(model, weights)]):
-        raise ConfigError(f"{caller} has no steps for the quantized weights {listed(paths)}: {COMPUTED}")
+        raise ConfigError(f"{caller} can change none of the model's quantized weights ({listed(paths)}): {COMPUTED}")
     if not weights:
         raise ConfigError("the model has no quantized weights; call fakequant.prepare(model, config) first")
     return weights

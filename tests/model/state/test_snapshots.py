@@ -249,7 +249,7 @@ def test_codes_that_do_not_fit_are_refused_before_the_model_changes(change: Any,
         ({"layers": {"0": {"type": "Conv2d", "quantizers": {}}}}, "layer 0 is a Conv2d, the model's is a Linear"),
         ({"layers": {"0": {"kind": "Linear", "quantizers": {}}}}, r"the plan cannot be used: layers\.0 lacks type"),
         ({"layer": {}}, "the plan cannot be used: it has 'layer', which no Plan has"),
-        ({"shared": {"0.bias": "0.weight"}}, "0.bias shares no tensor"),
+        ({"shared": {"0.bias": "0.weight"}}, r"it lists 0\.bias as shared with 0\.weight, and also stores it"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

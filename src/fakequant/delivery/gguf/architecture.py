@@ -462,7 +462,10 @@ def has_cache(model: nn.Module) -> bool:
 
 @contextmanager
 def computed_by_llama_cpp(model: nn.Module) -> Iterator[None]:
-    """A context in which a model has `llama_cpp_inputs` and llama.cpp's sums; the model is restored afterwards."""
+    """A context in which a model computes as llama.cpp; the model is restored afterwards.
+
+    `llama_cpp_inputs` quantizes its inputs, and sums are rounded as in llama.cpp.
+    """
     with restore_after(structure_of([model])):
         llama_cpp_inputs(model)
         for slot in weight_slots(model).values():

@@ -240,8 +240,16 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
     coded = {name: uncoded(state.weights, name) for name in state.weights if name not in tensors}
     codes, scales = _Codes(state.weights), dict[str, tuple[list[str], Tensor]]()
     for name, source in state.shared.items():
-        if name in tensors or (source not in tensors and source not in coded):
-            raise CheckpointError(f"the checkpoint is damaged: {name} shares no tensor of the checkpoint")
+        if source not in tensors and source not in coded:
+            raise CheckpointError(
+                f"the checkpoint is damaged: {name} should share the tensor {source}, which the checkpoint lacks; "
+                "save it again"
+            )
+        if name in tensors:
+            raise CheckpointError(
+                f"the checkpoint is damaged: it lists {name} as shared with {source}, and also stores it as a tensor "
+                "of its own; save it again"
+            )
     readers: dict[str, list[str]] = {}
     for path, name in weight_places(modules, state).items():
         readers.setdefault(state.shared.get(name, name), []).append(path)

@@ -33,7 +33,11 @@ _REMEMBERED = 16
 
 @torch.library.custom_op("fakequant::kept", mutates_args=(), schema="(Tensor x) -> Tensor")
 def _kept(x: Tensor) -> Tensor:
-    """Copy x, in the graph of a compiled forward; raise ConfigError in backward, because statistics have changed."""
+    """Copy x.
+
+    If the backward pass runs this operator again (a checkpoint that recomputes a compiled forward), raise a
+    ConfigError, because the statistics have changed since.
+    """
     if torch._C._current_graph_task_id() >= 0:
         raise ConfigError(
             "torch.compile with torch.utils.checkpoint computes a folded batch normalisation again, from statistics "

@@ -166,7 +166,7 @@ class GateQuantizers(NamedTuple):
 
     @property
     def backward(self) -> None:
-        """None: gradients stay in float."""
+        """The quantization of backward products: always None, gradients stay in float."""
 
     def weights(self, weights: GateWeights) -> GateWeights:
         """The quantized weights, once for all steps."""

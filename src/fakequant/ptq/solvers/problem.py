@@ -1,9 +1,9 @@
 """The error of a layer's output as a function of the values of its weight.
 
 The steps of `improve` that round: codes of a weight matrix that lower the error of its product, by GPTQ (arXiv
-2210.17323), coordinate descent, and AdaRound (arXiv 2004.10568). The paper of AdaRound passes inputs through the layer
-in every iteration. The loss of a linear layer is a function of the sum H of x x^T alone, so that an iteration is one
-product of matrices here, all inputs count in it, and no order is drawn.
+2210.17323), coordinate descent, and AdaRound (arXiv 2004.10568). AdaRound's paper runs batches of inputs through the
+layer in every iteration. Here that is not needed: the loss of a linear layer depends on the inputs only through the
+sums H and P below. So an iteration is one matrix product that uses all inputs, and no random order of inputs is needed.
 
 All minimise tr(E H E^T) + 2 tr(P E^T), E = W - Q, over the values Q that the scales allow (a grid). H is the sum of
 x x^T over the inputs x (their moments), and P what the drift of the inputs adds, see `Problem`.
