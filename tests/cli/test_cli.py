@@ -18,6 +18,7 @@ from fakequant.cli.job import Job, run
 from fakequant.cli.recipe import load_recipe
 from fakequant.model.presets import find_preset, presets
 from fakequant.report.terminal import print_table
+from tests.support.processor import why_sums_saturate
 from tests.support.recipes import EVALUATE, MARK, RECIPE, TRAIN
 
 
@@ -52,6 +53,8 @@ def test_doctor_says_what_serves() -> None:
     assert result.exit_code == 0
     for word in ("torch", "backend cpu", "backend reference", "available", "C++ compiler", "GPU", "threads"):
         assert word in result.stdout
+    row = next(line for line in result.stdout.splitlines() if line.startswith("integer convolutions"))
+    assert ("not available" in row) == (why_sums_saturate() is not None)
 
 
 def test_no_command_shows_the_commands() -> None:

@@ -27,6 +27,7 @@ from fakequant.model.summary import unquantized
 from fakequant.model.weights import disabled, evaluating
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.ops.dispatch import backends
+from fakequant.ops.products import convolution_unavailable
 from fakequant.ptq.comparison import Comparison
 from fakequant.ptq.judging import Improvement
 from fakequant.ptq.next_step import USUAL, AdviceContext, next_step
@@ -90,9 +91,10 @@ def environment() -> dict[str, str]:
                     found.append(f"{package} {version(package)}")
             missing = f"not installed: pip install {engine.packages[0]}"
             values[f"engine {engine.name}"] = ", ".join(found) or missing
-    for backend in backends():
-        reason = backend.unavailable()
-        values[f"backend {backend.name}"] = "available" if reason is None else f"not available: {reason}"
+    reasons = {f"backend {backend.name}": backend.unavailable() for backend in backends()}
+    # Without VNNI, ONNX Runtime's integer sums saturate, too.
+    reasons["integer convolutions"] = convolution_unavailable("cpu")
+    values |= {name: f"not available: {reason}" if reason else "available" for name, reason in reasons.items()}
     compilers = [*([os.environ["CXX"]] if "CXX" in os.environ else []), *_COMPILERS]
     values["C++ compiler"] = next((path for name in compilers if (path := shutil.which(name))), "none found")
     values["CPU"] = f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
