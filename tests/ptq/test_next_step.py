@@ -317,7 +317,8 @@ def test_methods_are_not_compared_where_the_model_does_not_keep_what_it_saw() ->
     assert "call fq.calibrate(model, batches, 'mse'), or with another method, and" in tried[0].failed
     names = "int8_per_token", "w8a8_dynamic", "w8a8_transformers"
     dynamic = [f"Take the preset {name}, which takes ranges at run time" for name in names]
-    assert [one.what for one in tried[1:]] == dynamic
+    of_floats = "Take the preset fp8_dynamic, which takes ranges at run time, with weights of float8_e4m3fn"
+    assert [one.what for one in tried[1:]] == [*dynamic, of_floats]
 
 
 @pytest.mark.parametrize("count", [16, 3, 2])

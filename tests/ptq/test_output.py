@@ -53,7 +53,7 @@ def decided() -> nn.Module:
 
 
 def test_whole_numbers_have_no_error() -> None:
-    model, said = fq.prepare(decided(), "INT4_WEIGHT_ONLY"), "model gives no floats"
+    model, said = fq.prepare(decided(), "INT4_WEIGHT_ONLY"), "model returns no floats"
     found = fq.ptq.improve(model, batches(), "fast", progress=False)
     assert (found.before, found.after) == (None, None)
     assert f"the error of the model's output was not measured: the {said}" in str(found)

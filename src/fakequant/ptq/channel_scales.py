@@ -57,7 +57,7 @@ class OutputCheck(OutputDistance):
         self._model = model
         if not self.wanted:
             raise ConfigError(
-                "the model gives no floats, so that a change of its weights cannot be checked; return some in forward="
+                "the model returns no floats, so a change of its weights cannot be checked; return some in forward="
             )
         if not all(bool(x.isfinite().all()) for x in self.wanted):
             raise ConfigError("an output of the model holds NaN or inf for this batch; give another batch")

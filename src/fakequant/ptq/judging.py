@@ -110,7 +110,7 @@ class OutputJudge:
                 self._outputs = OutputDistance(model, batches)
             errors = self._outputs.errors_of(model)
             if not self._outputs.has_outputs:
-                why_not = "the model gives no floats"
+                why_not = "the model returns no floats"
             elif not math.isfinite(errors.distance.mean):
                 why_not = "it was NaN or infinite before"
         self._why_not = next(filter(None, processes.all(why_not)), None)

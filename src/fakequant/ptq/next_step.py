@@ -316,7 +316,7 @@ def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USU
         batches: numbered from 0. Of the first eight every second one judges changes, and the others make them.
 
     Returns:
-        What was tried; None where the model gives no floats that could have an error.
+        What was tried; None where the model returns no floats that could have an error.
 
     >>> from fakequant.data.batches import Batches
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8")

@@ -180,7 +180,7 @@ def test_a_tensor_in_two_files_and_one_too_few(path, first, tmp_path):
     raw = other.read_bytes()
     assert raw.count(b"b.weight") == 1
     other.write_bytes(raw.replace(b"b.weight", b"a.weight"))
-    with pytest.raises(CheckpointError, match=r"x-00002-of-00003\.gguf has a\.weight, which an earlier file has"):
+    with pytest.raises(CheckpointError, match=r"x-00002-of-00003\.gguf .* has a\.weight, which an earlier"):
         GgufFile(first)
     other.write_bytes(raw)
     many = first.read_bytes().replace(struct.pack("<Ii", 5, 3), struct.pack("<Ii", 5, 4))
