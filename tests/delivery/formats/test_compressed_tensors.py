@@ -16,7 +16,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.delivery.folder import by_transformers
 from fakequant.delivery.formats import compressed_tensors
-from fakequant.delivery.schemes import how_to_load, missed_cache
+from fakequant.delivery.schemes import PACKED, how_to_load, missed_cache
 from fakequant.errors import CheckpointError, ConfigError, ExportError, ShapeError
 from fakequant.nn.quantizer import Mode, quantizers
 from tests.support.language_models import BATCHES, llama, llava, logits, mixtral
@@ -647,3 +647,9 @@ def test_e4m3_scales_without_one_of_the_tensor_are_refused(tmp_path: Path) -> No
     model = fq.prepare(nn.Sequential(nn.Linear(64, 64)), fq.Config("own", (fq.Rule("*", weight=spec),)))
     with pytest.raises(ExportError, match="float8_e4m3fn@per_tensor"):
         fq.deliver(model, tmp_path, "compressed-tensors")
+
+
+@pytest.mark.parametrize(("count", "start"), [(1, "with dequantize=True"), (2, "in part: it needs dequantize=True")])
+def test_how_transformers_loads_zero_points_of_several_schemes(count: int, start: str) -> None:
+    scheme = {"format": PACKED, "weights": {"symmetric": False}}
+    assert how_to_load([scheme] * count, {}, torch.float32).startswith(start)
