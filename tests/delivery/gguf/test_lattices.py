@@ -42,6 +42,14 @@ def test_values_are_those_that_the_package_gguf_reads(kind):
     assert np.array_equal(to_blocks(kind, again), raw)
 
 
+def test_bytes_of_trits_are_those_of_the_package_gguf():
+    gguf = pytest.importorskip("gguf")
+    weight = torch.randint(-1, 2, SHAPE, generator=torch.Generator().manual_seed(0)).float()
+    weight[0] = -1  # bytes of five lowest trits are 0, a product of 243 that is not rounded up
+    raw = to_blocks("TQ1_0", weight_codes(weight, spec_of("TQ1_0")))
+    assert np.array_equal(raw, gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.TQ1_0))
+
+
 @pytest.mark.parametrize("fill", ["random", "lowest", "highest", "rising"])
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_blocks_of_any_file_are_read_with_their_values(kind, fill):
