@@ -80,7 +80,7 @@ def scheme_of(part: Part) -> Args | str:
         if isinstance(found, str):
             return f"its {name} is {config}, and {found}"
         if part.is_stack and name == "input" and found["dynamic"] is False:
-            return f"its input is {config}, and servers load experts with a dynamic range for every token"
+            return f"its input is {config}, and servers load stacked experts with a dynamic range for every token"
         scheme[role] = found
     return {**scheme, "format": _layout_of(scheme["weights"], ROLES["input"] in scheme)}
 

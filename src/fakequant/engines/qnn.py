@@ -68,25 +68,25 @@ def _exponent(ratio: Tensor) -> Tensor:
     return torch.frexp(ratio).exponent.long() - 1
 
 
-def product(parts: Sums, to: CodeGrid) -> Tensor:
+def product(parts: Sums, result: CodeGrid) -> Tensor:
     """The codes of a convolution, a linear layer or a matrix product, from the exact sums of products of codes.
 
     Bias and zero point are added to the sums, and bits more than 3 below a code's lowest bit are cut off. The rest is
     multiplied by a number of 11 bits, and a half is rounded up. The ratio of scales is computed for the largest weight
     scale, then multiplied by each channel's scale over the largest. Ratio, bias and zero point are float32 numbers.
     """
-    return _scaled(parts, to, bits=11, below=3)
+    return _scaled(parts, result, bits=11, below=3)
 
 
-def strided_depthwise(parts: Sums, to: CodeGrid) -> Tensor:
+def strided_depthwise(parts: Sums, result: CodeGrid) -> Tensor:
     """The codes of a depthwise convolution with a stride: no bits are cut off, and the multiplier has 15 bits.
 
     With 16 bits, 1 of 2,500 codes differs from the emulation, by 1.
     """
-    return _scaled(parts, to, bits=15, below=32)
+    return _scaled(parts, result, bits=15, below=32)
 
 
-def product_of_16_bits(parts: Sums, to: CodeGrid) -> Tensor:
+def product_of_16_bits(parts: Sums, result: CodeGrid) -> Tensor:
     """The codes of a product whose input has 16 bits: sums lose their last 8 bits before a multiplier of 11 bits.
 
     Zero points are not subtracted from codes before the sums: their part of a sum is rounded by itself and subtracted
@@ -95,33 +95,33 @@ def product_of_16_bits(parts: Sums, to: CodeGrid) -> Tensor:
     """
 
     def make() -> FixedPoint:
-        ratio, constant = _ratio_and_constant(parts, to)
+        ratio, constant = _ratio_and_constant(parts, result)
         assert parts.of_zero is not None
         kept = torch.floor(constant / 256) - torch.floor((parts.of_zero + 128) / 256)
         by = _fixed_point(256 * ratio, kept, bits=11, below=32)
         return FixedPoint(parts.of_zero + 256 * kept, by.down / 256, by.factor)
 
-    return fixed_point(parts.sums, parts.once((16,), to, make), to.low, to.high)
+    return fixed_point(parts.sums, parts.once((16,), result, make), result.low, result.high)
 
 
-def _scaled(parts: Sums, to: CodeGrid, bits: int, below: int) -> Tensor:
+def _scaled(parts: Sums, result: CodeGrid, bits: int, below: int) -> Tensor:
     def make() -> FixedPoint:
-        ratio, constant = _ratio_and_constant(parts, to)
+        ratio, constant = _ratio_and_constant(parts, result)
         return _fixed_point(ratio, constant, bits, below)
 
-    return fixed_point(parts.sums, parts.once((bits,), to, make), to.low, to.high)
+    return fixed_point(parts.sums, parts.once((bits,), result, make), result.low, result.high)
 
 
-def _ratio_and_constant(parts: Sums, to: CodeGrid) -> tuple[Tensor, Tensor]:
+def _ratio_and_constant(parts: Sums, result: CodeGrid) -> tuple[Tensor, Tensor]:
     """The factor of sums, and the constant of bias and zero point that is added to sums; both are float32 values."""
-    of_input, of_weight, of_output = (scale.float() for scale in (parts.of_input, parts.of_weight, to.scale))
+    of_input, of_weight, of_output = (scale.float() for scale in (parts.of_input, parts.of_weight, result.scale))
     largest = of_weight.max()
     ratio = of_input * largest / of_output * (of_weight / largest)
     bias = (parts.bias.float() / (of_input * of_weight)).double()
     bias = torch.trunc(
         bias + torch.copysign(torch.tensor(0.5, dtype=torch.float64, device="cpu"), bias)
     ).float()  # half away from 0
-    return ratio.double(), torch.floor((bias + ratio.new_tensor(to.zero_point) / ratio) + 0.5).double()
+    return ratio.double(), torch.floor((bias + ratio.new_tensor(result.zero_point) / ratio) + 0.5).double()
 
 
 def _fixed_point(ratio: Tensor, constant: Tensor, bits: int, below: int) -> FixedPoint:
@@ -141,23 +141,23 @@ def _is_joined(source: Computed) -> bool:
     return source.function in ("add", "sub", "mul")
 
 
-def add(parts: Operands, to: CodeGrid) -> Tensor:
+def add(parts: Operands, result: CodeGrid) -> Tensor:
     """The codes of a sum of two tensors: each has a multiplier; the added constant is a multiple of 256, half down."""
-    return _added(parts, to, 1)
+    return _added(parts, result, 1)
 
 
-def sub(parts: Operands, to: CodeGrid) -> Tensor:
+def sub(parts: Operands, result: CodeGrid) -> Tensor:
     """The codes of a difference of two tensors: as for `add`, with a negative multiplier for the second tensor."""
-    return _added(parts, to, -1)
+    return _added(parts, result, -1)
 
 
-def _added(parts: Operands, to: CodeGrid, sign: int) -> Tensor:
+def _added(parts: Operands, result: CodeGrid, sign: int) -> Tensor:
     a, b = parts.tensors
-    numbers = ((float(grid.scale), grid.zero_point) for grid in (a.grid, b.grid, to))
+    numbers = ((float(grid.scale), grid.zero_point) for grid in (a.grid, b.grid, result))
     of_a, of_b, by = _addition(sign, *numbers)
     # Both multipliers together have 14 bits: float32 holds all sums.
     sums = torch.add(a.stored.float() * of_a, b.stored.float(), alpha=of_b)
-    return fixed_point(sums if a.is_whole and b.is_whole else sums.double(), by, to.low, to.high)
+    return fixed_point(sums if a.is_whole and b.is_whole else sums.double(), by, result.low, result.high)
 
 
 @lru_cache(maxsize=1024)
@@ -175,14 +175,14 @@ def _addition(sign: int, *numbers: tuple[float, int]) -> tuple[float, float, Fix
     return float(of_first), float(of_second), FixedPoint(constant, down, torch.ones_like(down))
 
 
-def mul(parts: Operands, to: CodeGrid) -> Tensor:
+def mul(parts: Operands, result: CodeGrid) -> Tensor:
     """Codes of a product of two tensors: a multiplier of 15 bits, and a constant of 16 bits in units of 2^15.
 
     The constant is of products minus the middle of their range, rounded to a multiple of 256. If it is too large, the
     multiplier has fewer bits. Where the result's scale is below 3 times the product of scales, 1 of 80 codes differs.
     """
     a, b = parts.tensors
-    multiplier, constant, shift = _multiplication(*((float(x.scale), x.zero_point) for x in (a.grid, b.grid, to)))
+    multiplier, constant, shift = _multiplication(*((float(x.scale), x.zero_point) for x in (a.grid, b.grid, result)))
     return torch.floor((a.codes.double() * b.codes.double() * multiplier + constant) * 2.0**-shift)
 
 
@@ -203,50 +203,50 @@ def _multiplication(*numbers: tuple[float, int]) -> tuple[int, int, int]:
         shift -= 1
 
 
-def add_of_16_bits(parts: Operands, to: CodeGrid) -> Tensor:
+def add_of_16_bits(parts: Operands, result: CodeGrid) -> Tensor:
     """The codes of a sum of two tensors of 16 bits: the larger multiplier has 15 bits, and an even number is added."""
     a, b = parts.tensors
-    scales = torch.stack([grid.scale.float().double() for grid in (a.grid, b.grid, to)])
+    scales = torch.stack([grid.scale.float().double() for grid in (a.grid, b.grid, result)])
     ratios = scales[:2] / scales[2]
     shift = 14 - _exponent(ratios.max())
     of_a, of_b = torch.round(torch.ldexp(ratios, shift))
-    half_up = torch.ldexp(torch.tensor(to.zero_point + 0.5, dtype=torch.float64, device="cpu"), shift)
+    half_up = torch.ldexp(torch.tensor(result.zero_point + 0.5, dtype=torch.float64, device="cpu"), shift)
     constant = 2 * torch.ceil((half_up - of_a * a.grid.zero_point - of_b * b.grid.zero_point) / 2)
     return torch.floor(torch.ldexp(a.stored.double() * of_a + b.stored.double() * of_b + constant, -shift))
 
 
-def bounded(parts: Operands, to: CodeGrid) -> Tensor:
+def bounded(parts: Operands, result: CodeGrid) -> Tensor:
     """The codes of a ReLU or clamp of codes, a half rounded up: all 61,440 codes of 240 pairs of scales are equal."""
     (x,) = parts.tensors
-    ratio = x.grid.scale.float().double() / to.scale.float().double()
-    return torch.floor(x.codes * ratio + 0.5) + to.zero_point
+    ratio = x.grid.scale.float().double() / result.scale.float().double()
+    return torch.floor(x.codes * ratio + 0.5) + result.zero_point
 
 
-def mean(parts: Operands, to: CodeGrid) -> Tensor:
+def mean(parts: Operands, result: CodeGrid) -> Tensor:
     """The codes of a mean: the multiplier has 15 bits, and is rounded down. Of 163,840 means 50 differed, by 1."""
-    return _mean(parts, to, torch.floor)
+    return _mean(parts, result, torch.floor)
 
 
-def pool(parts: Operands, to: CodeGrid) -> Tensor:
+def pool(parts: Operands, result: CodeGrid) -> Tensor:
     """The codes of a pool over all of at most 64 positions: the multiplier has 15 bits, rounded to the nearest.
 
     Larger pools differ in up to 1 of 600 codes of 8 bits, by 1.
     """
-    return _mean(parts, to, torch.round)
+    return _mean(parts, result, torch.round)
 
 
-def windows(parts: Operands, to: CodeGrid) -> Tensor:
+def windows(parts: Operands, result: CodeGrid) -> Tensor:
     """The codes of a pool of windows that do not overlap: as for `pool`, but means of four are rounded twice."""
-    return _mean(parts, to, torch.round, first=12 if parts.summed == 4 else 0)
+    return _mean(parts, result, torch.round, first=12 if parts.summed == 4 else 0)
 
 
-def _mean(parts: Operands, to: CodeGrid, rounding: Callable[[Tensor], Tensor], first: int = 0) -> Tensor:
+def _mean(parts: Operands, result: CodeGrid, rounding: Callable[[Tensor], Tensor], first: int = 0) -> Tensor:
     """The codes of a mean; for ratios below 1/2, a rounding at the bit `first` comes before the last rounding."""
     (x,) = parts.tensors
-    ratio = x.grid.scale.float().double() / to.scale.float().double() / parts.summed
+    ratio = x.grid.scale.float().double() / result.scale.float().double() / parts.summed
     shift = 14 - _exponent(ratio)
     multiplier = rounding(torch.ldexp(ratio, shift))
-    half_up = torch.ldexp(torch.tensor(to.zero_point + 0.5, dtype=torch.float64, device="cpu"), shift)
+    half_up = torch.ldexp(torch.tensor(result.zero_point + 0.5, dtype=torch.float64, device="cpu"), shift)
     if first:
         half_up = half_up + torch.where(ratio < 0.5, 2.0 ** (first - 1), 0.0)
     return torch.floor(torch.ldexp(multiplier * x.codes + half_up, -shift))

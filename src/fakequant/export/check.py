@@ -355,7 +355,7 @@ class Deployed:
     ) -> None:
         self._model, self._report, self._step = model, report, step
         self._names = [output.name for output in model.graph.output]
-        self._batch: tuple[list[Tensor], Mapping[str, Tensor]] | None = None
+        self._batch: tuple[list[Tensor], list[Tensor], Mapping[str, Tensor]] | None = None
         self._default: Session | None = None
         self._unrounded: Session | None = None
         try:
@@ -380,10 +380,11 @@ class Deployed:
             report.optimised_error, self._default = str(error), None
             return
         plain, actual = self._outputs(values), self._outputs(found)
-        self._batch = plain, inputs
+        self._batch = plain, plain, inputs
         self._add(report.optimised, actual, plain)
         if self._unrounded is not None:
             unrounded = self._outputs(self._unrounded.run(inputs))
+            self._batch = plain, unrounded, inputs
             self._add(report.deployed, actual, unrounded)
             self._add(report.noise, plain, unrounded)
 
@@ -391,20 +392,19 @@ class Deployed:
         """Look for a setting that repairs what the default optimisations change, on the last batch."""
         if self._batch is None or all(row.sqnr >= _NO_LOSS for row in self._report.optimised):
             return
-        plain, inputs = self._batch
-        unrounded, noise = None, list[OutputRow]()
-        if self._unrounded is not None and self._report.as_deployed is False:
-            unrounded = self._outputs(self._unrounded.run(inputs))
-            self._add(noise, plain, unrounded)
+        plain, unrounded, inputs = self._batch
+        loses = self._report.as_deployed is False
+        noise = list[OutputRow]()
+        self._add(noise, plain, unrounded)
         # Other settings cost the speed of integer products, and are advised only where the file loses too much.
-        for options in _RESTORING[:1] if unrounded is None else _RESTORING:
-            rows: list[OutputRow] = []
+        for options in _RESTORING if loses else _RESTORING[:1]:
+            rows = list[OutputRow]()
             actual = self._outputs(Session(self._model, chosen=options).run(inputs))
-            self._add(rows, actual, plain if unrounded is None else unrounded)
-            if unrounded is None:
-                is_restored = all(row.sqnr >= _NO_LOSS for row in rows)
-            else:
+            self._add(rows, actual, unrounded if loses else plain)
+            if loses:
                 is_restored = not any(is_lost(*pair) for pair in judged(rows, noise))
+            else:
+                is_restored = all(row.sqnr >= _NO_LOSS for row in rows)
             if is_restored:
                 self._report.restored_by = options.text
                 return

@@ -447,7 +447,7 @@ def stored(
     is_simulated, wants_gradient = codes is None, torch.is_grad_enabled()
     if codes is None and encode is not None and not wants_gradient:
         codes = encode(plain(x))
-    source = None if is_simulated else computed
+    source = None if is_simulated or device.joins is None else computed  # which holds its sums
     if codes is not None and not codes.is_floating_point() and not wants_gradient:
         has = GridCodes(codes, grid, kept, source)
         with torch._C.DisableTorchFunctionSubclass():

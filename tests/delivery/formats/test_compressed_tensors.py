@@ -447,7 +447,7 @@ def test_experts_with_quantized_inputs_are_said(preset: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("preset", "other"), [("INT8", "W8A8_DYNAMIC"), ("FP8", "FP8_DYNAMIC")])
 def test_experts_with_fixed_ranges_are_refused(preset: str, other: str) -> None:
-    said = rf"experts: its input is .*, and servers load experts with a dynamic range .* that it holds is {other}"
+    said = rf"experts: its input is .*, and servers load stacked experts with a dynamic .* that it holds is {other}"
     with pytest.raises(ConfigError, match=said):
         fq.prepare(mixtral(), preset, skip=["lm_head"], target="vllm")
 
