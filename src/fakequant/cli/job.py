@@ -157,7 +157,7 @@ class Job:
     def settings(self, recipe: Recipe, model: nn.Module, batches: Iterable[Any]) -> str:
         """A text that is equal for two calls only if they make the same model; "" if batches cannot be compared.
 
-        Of the float model, it has the digests of the weights and of the output for the first batch.
+        The text holds digests of the float model's weights, and of its output for the first batch.
         """
         names = (self.preset.lower(), self.method, self.train, self.compare, self.execution, self.unseen, self.improve)
         found: list[Any] = [*names, self.floats, self.rules, str(self.text), recipe.content, self.target]

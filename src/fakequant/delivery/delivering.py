@@ -370,8 +370,8 @@ def deliver(
 
     A model that the format cannot hold is refused before anything is written. Tensors are made one after the other,
     and the files appear when all of them are complete. A folder gets the configuration of the model, and the tokenizer
-    and other small files from the folder that the model was loaded from, or from the cache of Hugging Face. Only files
-    of an earlier delivery are replaced.
+    and other small files from the folder that the model was loaded from, or from the cache of Hugging Face. The
+    files of an earlier delivery are replaced, and no other files.
 
     Args:
         model: a prepared and calibrated model.

@@ -462,7 +462,7 @@ Values = Iterator[tuple[dict[str, Tensor], list[int]]]
 """For each piece of the file, its tensors by name, and the indices of the checks whose tensors are among them."""
 
 _UNITS = 8
-"""A difference of at most so many units of the last place of the largest value needs no second run."""
+"""Differences up to this many units in the last place of the largest value need no second run."""
 _FACTOR = 32
 """A right file differs by at most this multiple of what changed last bits do: a sum has thousands of terms."""
 _ALIKE = 1e-3

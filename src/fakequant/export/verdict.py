@@ -150,7 +150,7 @@ OPTIMISED_ERROR = f"it runs with {WITHOUT_OPTIMISATIONS.text}, as it did here"
 
 _NAMED = 5
 _SUMS = 16
-"""By so many units of the last place outputs may differ if sums are taken in another order."""
+"""Sums in another order may change outputs by this many units in the last place."""
 _HEADER = ("quantizer", "specification", "kind", "elements", "differing", "")
 _SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -86,8 +86,8 @@ def prepare(
             If the engine computes something else than the configuration, so does the prepared model, with a warning.
             "onnxruntime", "tensorrt", "openvino", "qnn" and "xnnpack" need an example: they decide which layers, and
             which functions in the model's own `forward`, get quantizers. A `fakequant.Target` decides only this. By
-            default quantizers are given to layers, to the functions that rules name, and with an example to the product
-            of a layer whose class overrides `forward`.
+            default layers get quantizers, and functions that rules name. With an example, the product in an overridden
+            `forward` of a layer gets quantizers, too.
         skip: patterns of layers that stay in float, as ["head"] or ["*.norm"], and of calls of functions by the names
             in `summary`, as ["block._sites.add_0"].
         rules: other presets for some layers, by pattern, as {"body.*": "int4"}; they override `skip`.

@@ -190,7 +190,7 @@ class Sensitivity:
 
 
 _SEVERAL, _COSTS = 3, 20.0
-"""A layer is named only among at least so many layers, and only below so many dB."""
+"""The least number of layers, and the dB below which the worst layer is named."""
 
 
 class Sensitivities(list[Sensitivity]):

@@ -393,8 +393,8 @@ class HistogramCalibrator(_Calibrator):
         num_bins: bins of the first tensor.
         grow_method: has no effect.
         skip_zeros: whether exact zeros do not count.
-        torch_hist: whether to count on the tensor's device. Otherwise numpy counts, in bins from the smallest magnitude
-            of the first tensor; smaller magnitudes do not count.
+        torch_hist: whether to count on the tensor's device. Otherwise numpy counts; its first bin begins at the
+            smallest magnitude of the first tensor, and smaller magnitudes of later tensors are not counted.
 
     Raises:
         NotImplementedError: an axis.
