@@ -7,6 +7,7 @@
 comparison, a number, a sign, a condition or a statement of a function becomes another. Only tests that run the changed
 statement can find the change, and the fastest of them run first. A first run of the quick tests says which these are:
 in a copy of the tree, each statement to change begins with a mark, which costs nothing beside coverage of all lines.
+For a statement that an import runs, they are the tests in the nearest folder of the same name.
 What survives has no test, or makes no difference: a person decides, and names the second kind in `equal.txt` with its
 reason.
 """
@@ -28,6 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from mutate import FOLDER, ROOT, SOURCE, TREE, copy_tree
+from reached import IMPORTED
 
 ROOMS = {
     "export": ["export"],
@@ -178,13 +180,21 @@ def reaching(chosen: list[Mutant]) -> tuple[dict[str, float], dict[str, list[str
     command = [sys.executable, "-m", "pytest", *options, *folders]
     subprocess.run(command, cwd=TREE, env=os.environ | PATHS | {"REACHED": str(FOLDER)}, stdout=subprocess.DEVNULL)
     copy_tree()
-    seconds, tests = dict[str, float](), defaultdict[str, list[str]](list)
+    seconds, tests, imported = dict[str, float](), defaultdict[str, list[str]](list), set[str]()
     for part in FOLDER.glob("reached-*.json"):
         for test, (spent, places) in json.loads(part.read_text()).items():
+            if test == IMPORTED:
+                imported.update(places)
+                continue
             seconds[test] = spent
             for place in places:
                 tests[place].append(test)
         part.unlink()
+    for place in imported:
+        folder = Path(place.removeprefix(f"{SOURCE}/")).parent
+        while not any(test.startswith(f"tests/{folder}/") for test in seconds) and folder.name:
+            folder = folder.parent
+        tests[place] += [test for test in seconds if test.startswith(f"tests/{folder}/") and test not in tests[place]]
     return seconds, tests
 
 

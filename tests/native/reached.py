@@ -1,4 +1,7 @@
-"""A plugin of pytest for mutants.py: the marks of the sources that each test reaches, and the seconds of the test."""
+"""A plugin of pytest for mutants.py: the marks of the sources that each test reaches, and the seconds of the test.
+
+Marks that imports reach before the first test stand beside the name `IMPORTED`.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from pathlib import Path
 
 reached = set[str]()
 add = reached.add
+IMPORTED = ""
 tests: dict[str, tuple[float, list[str]]] = {}
 
 
 def pytest_runtest_logstart() -> None:
+    tests.setdefault(IMPORTED, (0.0, sorted(reached)))
     reached.clear()
 
 
