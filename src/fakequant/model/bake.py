@@ -70,7 +70,7 @@ def store_codes(model: Model, pattern: str = "*") -> Model:
 
 
 def _places(model: nn.Module, pattern: str) -> Iterator[tuple[str, list[Product]]]:
-    """By name, the quantized parameters of layers whose path matches, each with the products that read it."""
+    """The name of each quantized parameter of a layer that `pattern` matches, and the products that read it."""
     readers: dict[int, dict[str, Product]] = {}
     for path, product in quantized_weights(model).items():
         readers.setdefault(id(product.parameter), {})[path] = product
@@ -218,7 +218,7 @@ def fold(model: Model) -> Model:
 
 @torch.no_grad()
 def _bake_all(groups: list[list[Product]]) -> None:
-    """Quantize the tensor that each group of weights shares, in place; an interrupt is raised after the last group."""
+    """Quantize the tensor that each group of products shares, in place; an interrupt is raised after the last group."""
     begun: dict[int, Tensor] = {}
 
     def finish() -> None:

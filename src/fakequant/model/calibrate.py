@@ -62,7 +62,7 @@ class CalibratorByValue(Calibrator):
         return CalibratorByValue(self.by_value, [make() for _ in self.bins])
 
     def observe(self, x: Tensor) -> None:
-        """Show x to the calibrator of the call's bin; rows of x in different bins go to different calibrators."""
+        """Add x to the calibrator of the bin that the present call falls into; rows of x may go to different bins."""
         bins = self.by_value.now()
         if bins is None:
             raise CalibrationError(f"called without {self.by_value.name}: let batches call the whole model, not a part")
@@ -74,7 +74,7 @@ class CalibratorByValue(Calibrator):
             self.bins[place].observe(x[(bins == place).to(x.device)])
 
     def update(self, x: Tensor) -> None:
-        """The same as `observe`."""
+        """Does the same as `observe`."""
         self.observe(x)
 
     @property
@@ -83,7 +83,7 @@ class CalibratorByValue(Calibrator):
 
     @property
     def missing(self) -> list[int]:
-        """The bins whose calibrators saw nothing."""
+        """The numbers of the bins whose calibrators saw no element."""
         return [place for place, own in enumerate(self.bins) if not own.observed]
 
     def merge(self, other: CalibratorByValue) -> None:  # type: ignore[override]
@@ -107,7 +107,7 @@ class CalibratorByValue(Calibrator):
                 own.load_state_dict(held)
 
     def ranges(self) -> list[Range]:
-        """The range of each bin; a bin that saw only 0 gets the range of the nearest bin, of two the lower."""
+        """The range of each bin. A bin without data, or with zeros only, gets the range of the nearest other bin."""
         found = [own.compute_range() if own.observed else None for own in self.bins]
         known = [place for place, own in enumerate(found) if own is not None and bool(own.amax.any())]
         known = known or [place for place, own in enumerate(found) if own is not None]
@@ -127,7 +127,7 @@ class CalibratorByValue(Calibrator):
         return Range(torch.stack([own.lo for own in found]).amin(0), torch.stack([own.hi for own in found]).amax(0))
 
     def histogram(self) -> Histogram | None:
-        """The histogram of all bins together; None if the method counts nothing, or if its counts cannot be merged."""
+        """The histograms of all bins, merged; None if the method has no histogram, or if they cannot be merged."""
         seen = [own for own in self.bins if own.observed]
         if not seen or not self.mergeable:
             return None
@@ -145,7 +145,7 @@ def chosen_values(
     boundaries: Sequence[float] | None,
     processes: Ranks,
 ) -> tuple[ByValue | None, Batches]:
-    """The `ByValue` that chooses ranges, None for a single range; and the batches, stored if they set the bins."""
+    """The `ByValue` that chooses among ranges (None: one range), and the batches, stored if they decide the bins."""
     if by is None:
         if bins is not None or boundaries is not None:
             raise ConfigError('bins= and boundaries= divide the values of an argument; name it, such as by="timestep"')
@@ -215,7 +215,7 @@ def calibrators_of(by_value: ByValue | None, make: Callable[[], Calibrator]) -> 
 
 
 def follow_values(model: nn.Module) -> None:
-    """Make calls of a model read the values that choose ranges of quantizers; equal `ByValue`s become one object."""
+    """Make calls of the model read the values that choose ranges of its quantizers, each value once per call."""
     known: list[ByValue] = []
     for quantizer in quantizers(model).values():
         own = quantizer.by_value
@@ -236,10 +236,10 @@ def set_range_of(quantizer: Quantizer, calibrator: Calibrator | None, range: Ran
 
 
 def check_bins(by_value: ByValue | None, calibrators: Mapping[str, Calibrator | None]) -> None:
-    """Raise an error if no batch fell into a bin, and warn of quantizers that saw nothing in some bins.
+    """Raise an error if no batch fell into a bin, and warn of quantizers that saw no data in some bins.
 
     Raises:
-        CalibrationError: a bin got no batch; the bin is named.
+        CalibrationError: a bin got no batch; the message names the bin.
     """
     if by_value is None:
         return
@@ -287,8 +287,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     The model runs in float and in eval mode; nothing is changed if anything fails. With a pattern, layers that do not
     match run quantized if they have ranges, and in integers if `set_execution` says so. Later layers are calibrated on
     the results of earlier layers. A weight that already has quantized values, as after `fakequant.ptq.improve`, keeps
-    its range: no other range fits better, and each would change the codes. A weight of zeros gets no range: its scale
-    is computed at each call, so that training can move the weight.
+    its range: another range would change its codes. A weight of zeros gets no range: its scale is computed at each
+    call, so that training can move the weight.
 
     Args:
         model: a prepared model.
@@ -440,7 +440,7 @@ def recalibrate(
 ) -> dict[str, Calibrator]:
     """Find the ranges of inputs by another method, from the counts of `calibrate`: the batches need not run again.
 
-    Percentile, entropy and mse collect the same counts, and max needs less: one pass over the batches by one of the
+    Percentile, entropy and mse collect the same counts, and max needs less: one pass over the batches by one of these
     three serves all four. The model, and a copy of it, has the counts of its last `calibrate`; checkpoints do not. The
     counts take 64 KiB per input quantizer with one scale (16 bytes by max); `quantizer.collected = None` frees them.
 
@@ -534,9 +534,9 @@ def fix_global_scales(
 ) -> Model:
     """Fix the per-tensor scale of the NVFP4 inputs of a prepared model, in place; the model is returned.
 
-    The preset `NVFP4` chooses this scale for each input anew. Files of compressed-tensors have 1 / the scale for each
-    layer, from the largest magnitude in some batches: 448 * 6 / amax. The scales of blocks stay dynamic. Larger inputs
-    are clamped.
+    The preset `NVFP4` chooses this scale for each input anew. A file of compressed-tensors stores 1 / scale = 448 * 6 /
+    amax for each layer, with amax the largest magnitude in some batches. The scales of blocks stay dynamic. Larger
+    inputs are clamped.
 
     Args:
         model: a prepared model with dynamic inputs whose block scales are multiplied by one per-tensor scale.
@@ -561,7 +561,7 @@ def fix_global_scales(
 
 
 def _under_global_scales(model: nn.Module) -> dict[str, Quantizer]:
-    """By path, the quantizers of dynamic inputs whose block scales are multiplied by one per-tensor scale."""
+    """The quantizers of dynamic inputs whose block scales are multiplied by one per-tensor scale, by path."""
     return {
         name: one
         for name, one in quantizers(model).items()
@@ -570,7 +570,7 @@ def _under_global_scales(model: nn.Module) -> dict[str, Quantizer]:
 
 
 def _fix_global_scales(model: nn.Module, found: Mapping[str, Quantizer], given: Batches) -> None:
-    """Fix the per-tensor scale of some quantizers by the largest magnitude in all batches."""
+    """Set the per-tensor scale of each quantizer in `found` to fit its largest magnitude in all batches."""
     if not found:
         return
     largest: dict[str, Tensor] = {}

@@ -44,10 +44,10 @@ ALIASES = {
 
 
 def find_preset(name: str) -> Any:
-    """The preset with a name, or with another library's name. Upper and lower case are equal, and so are `-` and `_`.
+    """The preset called `name`, also by another library's name. Case does not count, and `-` equals `_`.
 
     Raises:
-        ConfigError: no preset has the name; the message offers the nearest names.
+        ConfigError: no preset has this name; the message lists the nearest names.
 
     >>> find_preset("int8-weight-only").name
     'INT8_WEIGHT_ONLY'
@@ -114,7 +114,7 @@ class TensorConfig:
         return f"TensorConfig({str(self.spec)!r}{', dynamic=True' if self.dynamic else ''})"
 
     def placed(self, axes: dict[int, int], kernel: Kernel = NO_KERNEL) -> TensorConfig:
-        """The configuration for a tensor: `axes` maps axes that are named by their role to the tensor's axes."""
+        """The configuration for the tensor of a layer: `axes` maps an axis named by its role to the tensor's axis."""
         given = self.spec.granularity
         granularity = given.remap_axes(axes)
         if kernel.window and given.remap_axes({-1: _NO_AXIS}) != given:  # other axes than -1 are meant literally
@@ -163,10 +163,10 @@ class Rule:
         optional: whether the rule may match nothing.
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
         output: how results are quantized; None, as in all presets, does not quantize them.
-        gradient: how the products of the backward pass are quantized, a `GradientConfig` or its text, as
+        gradient: how the products of the backward pass are quantized, a `GradientConfig` or its text, such as
             "float8_e5m2"; None leaves them in float. Layers with `gradient` are simulated if a gradient is needed.
-        tied: whether layers of earlier rules that share a weight with a layer of this rule follow this rule, as the
-            head of a language model that has the weight of its embedding.
+        tied: whether layers of earlier rules that share a weight with a layer of this rule follow this rule. An example
+            is the head of a language model that shares the weight of its embedding.
 
     A rule may be for layers of all kinds, so `PerChannel` and `PerBlock` name two axes by their role. Axis 0 of a
     weight means its output channels. Axis -1 means the axis that the layer's product sums over: the input channels of
@@ -370,8 +370,7 @@ class Config:
         float may match only layers without a quantized form.
 
         Args:
-            any_module: whether a rule may match only modules that are no layers, because it is for functions that the
-                modules call.
+            any_module: whether a rule may match modules that are not layers, for the functions that these modules call.
 
         Raises:
             ConfigError: a rule that is not optional matches nothing; the nearest candidates are named.
@@ -442,7 +441,7 @@ class ModelConfig(Config):
 
 
 def _is_specification(text: str) -> bool:
-    """Whether a text that names no preset is the specification of a tensor."""
+    """Whether a text is the specification of a tensor, and not the name of a preset."""
     with suppress(ConfigError):
         find_preset(text)
         return False
@@ -462,7 +461,7 @@ def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _matched(rules: Iterable[Rule], names: dict[nn.Module, list[str]]) -> Iterator[tuple[Rule, list[nn.Module]]]:
-    """Each rule with the modules that it matches; patterns without wildcards are looked up: many cost little time."""
+    """Each rule with the modules that it matches. A pattern without wildcards is looked up, not searched."""
     named = {name: module for module, own in names.items() for name in own}
     for rule in rules:
         is_path = _WILDCARDS.isdisjoint(rule.pattern)

@@ -59,7 +59,7 @@ class Engine:
         aliases: other names, such as names of engines that load the same models.
         page: the page of the documentation, "" for none.
         known: a sentence on the engine's speed; "" if nothing is known.
-        others: a prefix; the engine also runs every preset whose name starts so. None if it runs only `kinds`.
+        others: a prefix: the engine also runs every preset whose name starts with it. None if it runs only `kinds`.
 
     Raises:
         ConfigError: an attribute has a wrong type.
@@ -117,7 +117,7 @@ class Engine:
         return preset in self.presets or bool(self.others and preset.startswith(self.others))
 
     def placement_of(self, config: Config) -> Target | None:
-        """The rules for the quantizers of a configuration; None if the engine has none, or all inputs are dynamic."""
+        """The engine's rules for quantizers; None if it has none, or if the configuration makes all inputs dynamic."""
         inputs = [rule.input for rule in config.rules if rule.input is not None]
         is_dynamic = bool(inputs) and all(one.dynamic for one in inputs)
         return None if self.placement is None or is_dynamic else self.placement()
@@ -203,10 +203,10 @@ def known_engines() -> dict[str, Engine]:
 
 
 def find_engine(name: str | Engine) -> Engine:
-    """The engine with a name; an `Engine` is returned unchanged.
+    """The engine called `name`; an `Engine` is returned unchanged.
 
     Raises:
-        ConfigError: no engine has the name; the message offers the nearest names.
+        ConfigError: no engine has this name; the message lists the nearest names.
     """
     if isinstance(name, Engine):
         return name
@@ -222,7 +222,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def _chosen(execution: Execution | Device | Engine | str) -> tuple[Execution, Device | None]:
-    """How layers compute, and the device whose codes quantizers store; None for the simulation."""
+    """The execution of layers, and the device whose codes quantizers store (None: codes of the simulation)."""
     if isinstance(execution, Engine) and execution.device is not None:
         execution = execution.device
     if isinstance(execution, Device):
@@ -307,7 +307,7 @@ def set_execution(model: Model, execution: Execution | Device | Engine | str, pa
 
 @contextmanager
 def calling_quantizers(model: nn.Module) -> Iterator[None]:
-    """A context without integer execution, so that all layers call their quantizers; device codes stay in use."""
+    """A context without integer products, so that all layers call their quantizers; codes of devices stay in use."""
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLayer)]
     with restore_after(attributes_of(layers, "execution")):
         for layer in layers:
@@ -327,7 +327,7 @@ def simulated(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def executed_by(model: nn.Module, target: str | None) -> Iterator[Device | None]:
-    """A context in which quantizers store an engine's codes; yields its device, None if no quantizer has its codes."""
+    """A context in which quantizers store an engine's codes; yields the engine's device, None without such codes."""
     device = None if target is None else find_engine(target).device
     held = quantizers(model).values()
     if device is None or all(quantizer.why_simulated(device) is not None for quantizer in held):

@@ -61,7 +61,7 @@ class Unseen:
         self.model, self.inputs = job.model, job.inputs
 
     def settle(self, unseen: str) -> list[str]:
-        """Warn of the layers or raise an error, by `unseen`; returns the paths of layers that stay in float.
+        """Warn of these layers or raise an error, as `unseen` says; returns the paths of the layers that stay in float.
 
         Raises:
             CalibrationError: some layers need data and saw none, and `unseen` is "error".
@@ -125,7 +125,7 @@ class Unseen:
         return [*read, *sorted(expected)]
 
     def say_read(self, left: list[str]) -> None:
-        """Warn of called layers, except `left`, whose weight another module uses in float."""
+        """Warn of layers whose weight another module also uses in float; layers in `left` are not named."""
         read: dict[str, str] = {}
         for name, path in self.job.read.items():
             layer, held = self.model.get_submodule(name), self.model.get_submodule(path)._parameters.values()
@@ -139,10 +139,10 @@ class Unseen:
             warn_user(f"{text}. {cure}", CoverageWarning)
 
     def settle_zeros(self, unseen: str, ranges: dict[str, Range]) -> list[str]:
-        """Warn of inputs that were zero in every batch; remove them from `ranges`, or give them ranges of siblings.
+        """Warn of inputs that were zero in every batch; delete their ranges, or replace them by the ranges of siblings.
 
         Returns:
-            The paths of the layers that are left in float.
+            The paths of the layers that stay in float.
         """
         zeros = [name for name in self.inputs if name in ranges and not bool(ranges[name].amax.any())]
         if not zeros:
@@ -163,7 +163,7 @@ class Unseen:
         return list(dict.fromkeys(map(layer_of, left))) if unseen == "float" else []
 
     def _merge(self, name: str, donors: list[str]) -> Range:
-        """Merge the calibrators of siblings into a new calibrator of a quantizer, and return its range."""
+        """Give a quantizer a new calibrator with the merged data of siblings (`donors`), and return its range."""
         merged = self.job.make(name)
         check_mergeable(merged, 'unseen="siblings" joins what several layers saw')
         for calibrator in (self.inputs[donor].calibrator for donor in donors):
@@ -195,7 +195,7 @@ class Unseen:
         return ", ".join(f'Rule("{pattern}")' for pattern in written)
 
     def share(self) -> None:
-        """Merge the calibrators of quantizers that share a range because an engine merges their layers."""
+        """Merge the calibrators of quantizers that must share a range, because an engine merges their layers."""
         groups: dict[str, list[str]] = {}
         for name, quantizer in self.job.found.items():
             if quantizer.range_group and observed(quantizer):
@@ -211,7 +211,7 @@ class Unseen:
                     quantizer.calibrator = merged
 
     def _siblings(self, name: str) -> list[str]:
-        """The quantizers with data, at the same place in other members of the innermost ModuleList around `name`."""
+        """The quantizers with data at the place of `name` in other members of the innermost ModuleList around it."""
         parts = name.split(".")
         for place in reversed(range(len(parts) - 1)):
             members = self.model.get_submodule(".".join(parts[:place]))
@@ -225,7 +225,7 @@ class Unseen:
 
 
 def leave_in_float(modules: list[nn.Module]) -> None:
-    """Remove the quantizers of layers; a site (a function's call) keeps them, but those without a range are off."""
+    """Remove the quantizers of layers; of functions, turn off the quantizers that still need a range."""
     for module in modules:
         if isinstance(module, QuantizedLayer):
             module.execution = Execution.SIMULATE
@@ -249,7 +249,7 @@ def _around(path: str) -> list[str]:
 
 
 def _counts(layers: Iterable[str]) -> Counter[str]:
-    """The number of layers in each module, by the module's path."""
+    """How many of the layers are inside each module, by the module's path."""
     return Counter(path for name in dict.fromkeys(layers) for path in _around(name))
 
 
@@ -267,7 +267,7 @@ class _Vanishing(NamedTuple):
 
 
 class Vanishing:
-    """Finds arguments of functions, and channels, that a calibration rounds to 0: larger values have the same scale.
+    """Finds channels, and arguments of functions, that the scale rounds to 0 because larger values share the scale.
 
     It stores the largest value of each argument of a function, and of each channel of the model's inputs, over batches.
 
@@ -286,7 +286,7 @@ class Vanishing:
         self._given, self._found = set[int](), dict[str, _Vanishing]()
 
     def enter(self, batch: Any) -> None:
-        """Store which tensors a batch has, before the model gets it."""
+        """Store which tensors a batch contains, before the model gets the batch."""
         given = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         self._given = {leaf.data_ptr() for leaf in given if _is_plain(leaf)}
 
@@ -399,7 +399,7 @@ class Observation:
         self.weights = {name: weight for name, weight in weights if is_chosen(name, self.pattern)}
 
     def observe(self, *, shared: bool) -> ProcessPart:
-        """Show the batches of this process, and the weights, to fresh calibrators."""
+        """Run the batches of this process with new calibrators, which also see the weights."""
         for name, quantizer in self.found.items():
             quantizer.calibrator = self.make(name)
             if shared and name in self.inputs:
@@ -477,7 +477,7 @@ class Observation:
         )
 
     def _deferred(self) -> list[Exception]:
-        """A list that collects errors of calibrators from now on; the run goes on, as other processes wait for it."""
+        """From now on, collect errors of calibrators in the returned list: other processes wait for this run to end."""
         failed: list[Exception] = []
 
         def defer(quantizer: Quantizer, observe: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -504,11 +504,11 @@ class Observation:
         self.read = {name: path for name, path in read.items() if path is not None} | self.read
 
     def _inner(self) -> nn.Module:
-        """The model inside DistributedDataParallel, whose calls would wait for processes that have fewer batches."""
+        """The model without DistributedDataParallel, whose calls would wait for processes that have fewer batches."""
         return cast("nn.Module", self.model.module) if is_data_parallel(self.model) else self.model
 
     def take(self, parts: list[ProcessPart]) -> None:
-        """Merge the parts of all processes in the order of their ranks, and continue from the result."""
+        """Merge the results of all processes in the order of their ranks, and continue from the merged result."""
         for rank, part in enumerate(parts):
             if part.task != parts[0].task:
                 raise ConfigError(
@@ -532,7 +532,7 @@ class Observation:
             quantizer.calibrator = merged
 
     def leave_out_unused(self) -> list[str]:
-        """Remove optional quantizers that their layers did not call from the calibration, and return their paths."""
+        """Drop optional quantizers that no call of their layer used from the calibration, and return their paths."""
         seen = {layer_of(name) for name, quantizer in self.inputs.items() if observed(quantizer)}
         unused = []
         for name, quantizer in self.inputs.items():

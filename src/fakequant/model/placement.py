@@ -37,7 +37,7 @@ class FixedRange(NamedTuple):
 
     Attributes:
         low: the smallest value.
-        high: the largest value; if `has_high` is false, the end of the range, which no code reaches.
+        high: the largest value; if `has_high` is False, the end of the range, which has no code.
         has_high: whether `high` has a code: 8 bits then divide the range into 255 steps, otherwise into 256.
     """
 
@@ -56,15 +56,15 @@ class Target:
         keeps: functions whose result has the scale of their input, so that they need no quantizer.
         shared: functions whose operands share a scale.
         fixed: functions whose result has a fixed range, whatever the data.
-        outputs: functions whose result is quantized, unless a function that reads the result quantizes it anyway.
+        outputs: functions whose result gets a quantizer, unless every function that reads the result quantizes it.
         floats_before: normalisations that read sums in float. A sum stays in float if all its readers are these
             normalisations, or sums that stay in float. The result of a linear layer (three or more axes) stays in
             float, too, if all its readers are such sums. Functions in `keeps` may stand before a reader.
         fused: pairs of functions that the engine computes as one if nothing else uses the value in between.
         identity_only: whether only the residual branch of a residual sum is quantized, because the engine computes the
             sum together with the product in the other branch.
-        moved_back: functions that a quantizer may pass when the engine moves it from their result to their input; the
-            function must be the only reader of this input. None: all functions in `keeps`, also beside other readers.
+        moved_back: functions across which the engine moves a quantizer from their result to their input, if nothing
+            else reads this input. None: all functions in `keeps`, even if others read the input.
         attention_in_parts: whether the engine computes attention as two products and a softmax, so that the
             probabilities are quantized, too.
         symmetric: which activations let the engine compute all products on integers: symmetric (True), asymmetric
@@ -126,7 +126,7 @@ def lookups() -> frozenset[str]:
 
 
 def after_products(*functions: str) -> frozenset[tuple[str, str]]:
-    """Pairs of a product, or a batch normalisation, and each function that engines compute together with it."""
+    """Pairs for `Target.fused`: each product and batch normalisation, with each function that engines fuse into it."""
     return frozenset((first, second) for first in (*products(), "batch_norm") for second in ("batch_norm", *functions))
 
 
@@ -146,13 +146,13 @@ class Flow:
         return None if number is None else self.calls[number]
 
     def source(self, value: int, keeps: frozenset[str]) -> int:
-        """The value at the start of a chain of functions in `keeps` that ends in a value."""
+        """The value from which functions in `keeps` compute `value`; `value` itself if another function made it."""
         while (call := self.producer(value)) is not None and call.function in keeps and call.inputs:
             value = call.inputs[0]
         return value
 
     def comes_from(self, value: int, wanted: set[int], keeps: frozenset[str]) -> bool:
-        """Whether functions in `keeps` compute a value from `wanted` values only."""
+        """Whether `value` is computed from values in `wanted` by functions in `keeps` alone."""
         waiting, seen = [value], {value}
         while waiting:
             value = waiting.pop()
@@ -213,7 +213,7 @@ Held = dict[str, SiteQuantizer]
 
 @dataclass
 class Placement:
-    """The quantizers of calls and the rules of layers by the rules of a target.
+    """Where a target places quantizers: the quantizers of each call, and the rule of each layer by path.
 
     Attributes:
         notes: lines that say why the engine cannot compute some parts on integers, with a cure.
@@ -228,7 +228,7 @@ class _Planner:
     """Applies the rules of a target to the data flow of a run.
 
     Args:
-        configs: the configuration's rule for each call that could be a site; several visits count as the first call.
+        configs: the rule of the configuration for each call that could be a site; a call that repeats is listed once.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class _Planner:
         return found
 
     def _readers(self, call: FunctionCall) -> list[FunctionCall]:
-        """The calls that read the result of a call, behind functions in `keeps`; none if the model returns it."""
+        """The calls that read a call's result, also through functions in `keeps`; none if the model returns it."""
         values = self.flow.reached(call.outputs, self.target.keeps)
         if any(value in self.flow.recording.outputs for value in values):
             return []
@@ -355,7 +355,7 @@ class _Planner:
             self.held[call] = {name: quantizer for name, quantizer in held.items() if quantizer is not None}
 
     def _is_unfit(self, values: Iterable[int]) -> bool:
-        """Whether a value of the run holds inf, NaN or the numbers of a mask."""
+        """Whether no range fits one of the values: it contains inf, NaN or the numbers of a mask."""
         return not self.unfit.isdisjoint(values)
 
     def _is_of_product(self, value: int, through: Iterable[str]) -> bool:
@@ -370,10 +370,10 @@ class _Planner:
         return False
 
     def _drop_after(self, quantized: set[int], through: frozenset[str]) -> None:
-        """Remove the quantizers of operands and layers that read quantized values in all their calls.
+        """Remove quantizers from operands and inputs of layers whose values in all calls are quantized already.
 
         Args:
-            quantized: the values that have a quantizer.
+            quantized: the values that just got a quantizer.
             through: the functions that may stand between a value and its reader.
         """
         self.quantized |= quantized
@@ -394,7 +394,7 @@ class _Planner:
                     del self.held[first][name]
 
     def _share(self) -> None:
-        """Give all operands of a function such as `cat` one quantizer; a function that joins its result shares it."""
+        """Give the operands of a function in `shared`, such as `cat`, one quantizer; a chain of them has one, too."""
         groups: dict[int, str] = {}  # of the results
         members: dict[str, list[tuple[FunctionCall, str]]] = {}
         for call in sorted(self.configs, key=lambda call: call.number):
@@ -441,7 +441,7 @@ class _Planner:
             self._drop_after(quantized, self.target.keeps if inside else having(Trait.IDENTITY))
 
     def _quantize_output(self, call: FunctionCall) -> bool:
-        """Give the result of a call the quantizer of its layer or its site; returns False if it stays in float."""
+        """Put a quantizer on the result of a call; returns False if the result stays in float."""
         if self._is_unfit(value for same in self.same[call.site] for value in same.outputs[:1]):
             return False
         rule = self.given.get(call.owner or "")
@@ -457,7 +457,7 @@ class _Planner:
         return config is not None
 
     def _is_quantized_after(self, value: int) -> bool:
-        """Whether all readers of a value get it quantized, by quantizers that an engine moves back to the value."""
+        """Whether every reader of a value quantizes it, so that the engine moves these quantizers back to the value."""
         moved = self.target.moved_back
         through = self.target.keeps if moved is None else moved
         waiting, seen = [value], {value}
@@ -484,7 +484,7 @@ class _Planner:
 
 
 def _fixed_quantizer(config: TensorConfig | None, known: FixedRange) -> SiteQuantizer | None:
-    """The quantizer with the fixed range of an engine; None for a format that is not an integer format."""
+    """The quantizer with an engine's fixed range; None without a configuration, or for other formats than integers."""
     if config is None or not isinstance(config.spec.format, IntegerFormat):
         return None
     low, high = int(config.spec.format.quant_min), int(config.spec.format.quant_max)
@@ -497,11 +497,11 @@ def _fixed_quantizer(config: TensorConfig | None, known: FixedRange) -> SiteQuan
 def place(
     model: nn.Module, config: Config, recording: Recording, target: Target, layers: Mapping[str, Rule]
 ) -> Placement:
-    """The quantizers of functions and layers that a target wants, with the specifications of a configuration.
+    """Decide where a target wants quantizers, with the specifications that a configuration gives them.
 
     Args:
-        config: the configuration; its last rule without `layers` and `ops` that matches a module is used for the
-            functions that the module calls.
+        config: the configuration. The functions that a module calls follow the last matching rule that has neither
+            `layers` nor `ops`.
     """
     names, rules = all_names(model), dict[str, Rule]()
     for rule in config.layer_rules:
@@ -536,7 +536,7 @@ def ends_in_product(model: nn.Module, layers: Mapping[Any, str], arguments: Argu
 
 
 def own_forwards(config: Config, model: nn.Module) -> dict[str, Rule]:
-    """By path, the rules for layers whose class overrides the `forward` of a class that has a quantized form."""
+    """The rules of layers, by path, whose class overrides the `forward` of a class that has a quantized form."""
     names = all_names(model)
     return {
         names[layer][0]: rule
@@ -549,7 +549,7 @@ def own_forwards(config: Config, model: nn.Module) -> dict[str, Rule]:
 
 
 def with_own_products(config: Config, own: Mapping[str, Rule], model: nn.Module, recording: Recording) -> Config:
-    """The configuration with rules for the products of the layers in `own`, before all other rules."""
+    """The configuration with added first rules, which quantize the products that the layers in `own` compute."""
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
     added = []
     for path, rule in own.items():

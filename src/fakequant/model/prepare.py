@@ -281,7 +281,7 @@ def _quantizes_inputs(config: Config) -> bool:
 
 
 def quantize_layer(layer: nn.Module, rule: Rule, name: str) -> None:
-    """Turn a float layer into the quantized form of a rule; nothing happens if the rule leaves the layer in float."""
+    """Turn a float layer into its quantized form, as a rule says; a rule without formats changes nothing."""
     attach(layer, configs_of(_quantized(layer), layer, rule), name)
     if isinstance(layer, QuantizedLayer):
         layer.execution, layer.gradient = rule.execution, rule.gradient
@@ -294,7 +294,7 @@ def _quantized(layer: nn.Module) -> type[QuantizedLayer]:
 
 
 def configs_of(quantized: type[QuantizedLayer], layer: nn.Module, rule: Rule) -> dict[str, TensorConfig]:
-    """By the name of the attribute for a quantizer of a layer, the configuration that a rule gives its tensor."""
+    """The configuration that a rule gives each tensor of a layer, by the attribute of the tensor's quantizer."""
     configs = {attribute: _placed(rule, operand) for attribute, operand in quantized.operands(layer).items()}
     left = _too_small(quantized, layer, rule)
     return {name: config for name, config in configs.items() if config is not None and name not in left}
@@ -366,7 +366,7 @@ def attach(layer: nn.Module, configs: dict[str, TensorConfig], name: str) -> Non
 def quantizers_of(
     quantized: type[QuantizedLayer], layer: nn.Module, configs: dict[str, TensorConfig], name: str
 ) -> dict[str, Quantizer | None]:
-    """New quantizers of a layer by attribute; None for an attribute without a configuration."""
+    """New quantizers for a layer by attribute; None for an operand that stays in float."""
     operands = quantized.operands(layer)
     made: dict[str, Quantizer | None] = dict.fromkeys(operands)
     for attribute, config in configs.items():

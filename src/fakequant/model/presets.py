@@ -1,13 +1,13 @@
 """Configurations to start from.
 
 Weights are quantized per output channel, activations per tensor unless the name says otherwise. Blocks lie along the
-axis that the layer's product sums over; a last block may be smaller. Max pooling stays in float: it only picks values
-that the next quantizer sees anyway.
+axis that the layer's product sums over; a last block may be smaller. Max pooling stays in float: it picks values, and
+the next quantizer rounds them anyway.
 
-Presets of 4-bit weights with activations in float have 8 bits for tables of embeddings, one scale per row, and for
-layers that share a table: no sum evens out the errors of a row. With only the table of a sentence encoder quantized,
-the cosine to the float embeddings was 0.99702 at 4 bits, and 0.99999 at 8 bits. Presets of MLX give tables the layout
-of other weights, as mlx-lm does.
+Presets of 4-bit weights with activations in float use 8 bits, one scale per row, for tables of embeddings and for
+layers that share a table: a lookup has no sum in which errors cancel. With only the table of a sentence encoder
+quantized, the cosine to the float embeddings was 0.99702 at 4 bits, and 0.99999 at 8 bits. Presets of MLX give tables
+the layout of other weights, as mlx-lm does.
 
 Sources: OCP Microscaling Formats 1.0, table 1 and section 6.3 (MX); NVIDIA TensorRT Model Optimizer (NVFP4);
 DeepSeek-V3, arXiv 2412.19437, section 3.3.2 (FP8 tiles); QLoRA, arXiv 2305.14314, section 3 (NF4); llama.cpp (GGUF);

@@ -71,7 +71,7 @@ class PlannedSite:
         index: how many calls of the function come before in the same `forward`.
         operands: the arguments that are float tensors.
         quantizers: the quantizers by operand.
-        weights: the paths in the owner of operands that are parameters which only this call reads, by operand.
+        weights: by operand that is a parameter which no other call reads, the parameter's path in the owner.
         gradient: how the products of its backward pass are quantized; None leaves them in float.
     """
 
@@ -100,7 +100,7 @@ class SitePlan:
 
     Attributes:
         sites: the sites in the order of the run.
-        steps: by owner, the functions that have sites in it, in the order of all their calls in one `forward`.
+        steps: by owner, the names of all calls in one `forward`, in order, of those functions that have sites.
         shielded: the modules that owners call; calls of functions inside of them are not the owner's.
         training_keys: by owner that calls other functions in training mode, the keys of these calls: see `Sites`.
     """
@@ -235,7 +235,7 @@ def candidates(model: nn.Module, recording: Recording) -> list[FunctionCall]:
 
 
 def operand_of(call: FunctionCall, name: str) -> SiteOperand:
-    """An operand by the table of functions, or by an equation; a plain `SiteOperand` for tensors of a list."""
+    """The description of an operand, by the table of functions or the call's equation; for list items a default."""
     known = {operand.name: operand for operand in SITE_FUNCTIONS[call.function].operands}
     if call.equation:
         return einsum_operand(call.equation, name, [*known].index(name) if name in known else None)
@@ -451,7 +451,7 @@ def _keys(plan: SitePlan, owner: str, recording: Recording, trained: Recording) 
 
 
 def _by_place(calls: Sequence[FunctionCall], names: Sequence[Any]) -> dict[Any, list[Any]]:
-    """By function and place in the code, the names of calls."""
+    """The names of calls, in lists by the call's function and place in the code."""
     places: dict[Any, list[Any]] = {}
     for call, name in zip(calls, names, strict=True):
         places.setdefault((call.function, call.where), []).append(name)

@@ -362,7 +362,7 @@ def warn_unregistered(model: nn.Module) -> None:
 
 
 def _held(value: Any, path: str, known: set[int]) -> dict[str, nn.Module]:
-    """By path, the modules in a value whose ids are not in `known`; the ids are added to `known`."""
+    """The modules in a value, by path, except modules whose ids are in `known`; their ids are added to `known`."""
     if isinstance(value, nn.Module):
         new = {} if id(value) in known else {path: value}
         known |= {id(part) for part in value.modules()}

@@ -126,7 +126,7 @@ class Distance:
         self._powers: dict[Any, Power] = {}
 
     def add(self, exact: Mapping[Any, Tensor], approximate: Mapping[Any, Tensor]) -> None:
-        """Add tensors and their approximations by name; the noise of a name that one side lacks is infinite."""
+        """Add tensors and their approximations by name; a name that only one mapping has gets infinite noise."""
         for name in {**exact, **approximate}:
             one, other = exact.get(name), approximate.get(name)
             if one is None or other is None:
@@ -151,7 +151,7 @@ class Distance:
 
     @property
     def worst(self) -> Any:
-        """The name with the largest share."""
+        """The name of the tensor with the largest share."""
         return max(self._powers, key=lambda name: self._powers[name].share)
 
     @property
@@ -163,12 +163,12 @@ class Distance:
 
     @property
     def is_silent(self) -> bool:
-        """Whether there is neither signal nor noise."""
+        """Whether all signals and errors are 0."""
         return not any(power.signal or power.noise for power in self._powers.values())
 
 
 def decibels(share: float) -> float:
-    """The signal-to-noise ratio in dB of noise as a share of the signal; inf without noise.
+    """The signal-to-noise ratio in dB, from the noise as a share of the signal; inf for a share of 0.
 
     >>> decibels(0.001)
     30.0
@@ -363,7 +363,7 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
 
 @contextmanager
 def watching(model: nn.Module) -> Iterator[Recording]:
-    """A context that fills a recording while a model runs unchanged: quantizers run, and nothing is counted.
+    """A context that records a run while quantizers work as usual; products are not counted.
 
     >>> model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
     >>> with watching(model) as found:

@@ -100,7 +100,7 @@ class FunctionCall:
 
     @property
     def read(self) -> tuple[int, ...]:
-        """The inputs whose values the call may read: `zeros_like` and `x.to(other)` ask for a shape or a dtype."""
+        """The inputs whose values the call uses: `zeros_like(x)` uses no values, `x.to(other)` only those of x."""
         name = self.function.partition(" ")[0]
         if name.endswith("_like") or name.startswith("new_"):
             return ()
@@ -275,10 +275,10 @@ def modules_called(model: nn.Module, recording: Recording) -> set[nn.Module]:
 
 
 def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.Module] = ()) -> dict[nn.Module, str]:
-    """By quantized layer whose weight a run reads without calling the layer, the path of the module that reads it.
+    """The quantized layers whose weight a run reads without calling the layer, each with the path of the reader.
 
     Args:
-        others: layers in float, with one weight each, for which to search, too.
+        others: float layers with one weight each, which are searched too.
 
     >>> from fakequant.model.run.outputs import record
     >>> class Projects(nn.Module):
@@ -324,7 +324,7 @@ def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.M
 
 
 def read_together(recording: Recording, paths: Iterable[str]) -> dict[str, list[str]]:
-    """By path that a run calls, the paths whose modules get the same first inputs in all calls, itself included.
+    """For each path that is called, the paths whose modules always get the same first input, itself included.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.ones(1, 4)
@@ -371,7 +371,7 @@ class Unreached:
         }
 
     def why_not(self, width: int) -> str | None:
-        """The reason why values with `width` channels cannot be changed, or None."""
+        """Why values with `width` channels cannot be changed: the reason, or None if they can."""
         name = next((name for name, shape in self._shapes.items() if width in shape), None)
         if name is None:
             return None
@@ -435,7 +435,7 @@ def having(trait: Trait) -> frozenset[str]:
 
 
 def has(name: str, trait: Trait) -> bool:
-    """Whether a function with a name in a recording has a trait.
+    """Whether a function, by the name that a recording gives it, has a trait.
 
     >>> has("transpose", Trait.CODES), has("baddbmm", Trait.PRODUCT), has("softmax", Trait.SCALES)
     (True, True, False)
@@ -580,7 +580,7 @@ class Neighbors:
     Attributes:
         readers: by maker, the layers whose first argument is the maker's output, directly or through functions.
         calls: how often the makers and layers are called.
-        elsewhere: the makers whose output or parameter something else than a layer reads or stores, too.
+        elsewhere: the makers whose output or parameter is also read or stored outside of these layers.
     """
 
     readers: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
@@ -600,7 +600,7 @@ def find_neighbors(
     Args:
         makers: the modules whose outputs are followed.
         layers: the modules that count as readers.
-        through: the functions through which outputs are followed; by default functions that a scale passes unchanged.
+        through: the functions through which outputs are followed; by default those with f(s * x) = s * f(x), s > 0.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(1, 4)
@@ -635,7 +635,7 @@ class _NeighborWalk:
         self._running: list[nn.Module] = []
 
     def read(self, values: Iterable[int]) -> None:
-        """Record that something else than a layer reads or stores values."""
+        """Record that something other than a layer reads or stores these values."""
         self.found.elsewhere.update(self._made[value] for value in values if value in self._made)
 
     def call(self, call: FunctionCall) -> None:
@@ -663,7 +663,7 @@ class _NeighborWalk:
             self._made[one.output] = module
 
     def _take(self, values: tuple[int, ...], *, followed: bool) -> nn.Module | None:
-        """The maker of the first value, if the value is `followed`; all other values are recorded as read elsewhere."""
+        """The maker of the first value if `followed`, else None; the other values are recorded as read elsewhere."""
         maker = self._made.get(values[0]) if followed and values else None
         self.read(values if maker is None else values[1:])
         return maker

@@ -47,7 +47,7 @@ _ADDED = 1000  # tensors after which dead ones are dropped; as many as living on
 
 
 class Tensors:
-    """The numbers of the tensors of a run, by the identity of a tensor and by its memory. Tensors may be freed.
+    """Numbers for the tensors of a run. A tensor is known by its id and its memory, and may be freed.
 
     >>> found, x = Tensors(), torch.zeros(4)
     >>> views = x[:2], x[2:]
@@ -110,7 +110,7 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def _elements(marks: Tensor, tensor: Tensor) -> Tensor:
-    """The marks of a tensor's elements, a view of the marks [elements] of the storage."""
+    """A view of `marks` [elements of the storage] with the shape of the tensor: the marks of its elements."""
     return marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
@@ -242,7 +242,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _named(self, func: Any, args: Any, kwargs: Any) -> tuple[CalledAs | None, str]:
-        """The entry of a function in the table of functions, None if it cannot be quantized; and its recorded name."""
+        """The entry of `func` in the table of functions (None: it cannot be quantized), and the name to record."""
         called = called_as(func)
         name = name_of(func) if called is None else called.function.name
         return called, name if kwargs.get("alpha", 1) == 1 else name + TIMES_A_NUMBER
@@ -251,7 +251,7 @@ class Recorder(TorchFunctionMode):
         return PLAIN
 
     def _computed(self, product: str, run: Callable[[], Any], factors: list[Tensor]) -> tuple[Any, int]:
-        """The result of a function, and its multiply-accumulates; `factors` is empty if it computes no product."""
+        """The result of `run`, and its multiply-accumulates, counted only if `factors` is not empty."""
         return run(), 0
 
     def _size(self, tensor: Tensor, number: int) -> float:
@@ -306,7 +306,7 @@ class Recorder(TorchFunctionMode):
         """Put hooks around the calls of a module: lambdas, because a model that copies the module would copy methods.
 
         Args:
-            keep: gets the handle of each hook at once, so that no hook stays after an interrupt between two hooks.
+            keep: gets the handle of each hook right after it is added, so that an interrupt leaves no hook behind.
         """
         if quantizes(module):
             keep(module.register_forward_pre_hook(lambda *_: self._pause()))
@@ -316,14 +316,14 @@ class Recorder(TorchFunctionMode):
         keep(module.register_forward_hook(lambda _, __, y: self.leave(y), always_call=True))
 
     def is_here(self) -> bool:
-        """Whether the run has not ended, and the caller is in its thread."""
+        """Whether the run goes on, and the calling thread is the thread of the run."""
         return not self.over and get_ident() == self.thread
 
     def _pause(self) -> None:
         self.paused = self.paused or self.is_here()
 
     def _resume(self, args: tuple[Tensor, ...], result: Any) -> None:
-        """Record the call of a quantizer; a quantizer that only observes returns its input, which is no new value."""
+        """Record that a quantizer returned; if it returns its input unchanged, there is no new value."""
         if self.is_here():
             self.paused = False
             made = [] if result is args[0] or not isinstance(result, Tensor) else [result]

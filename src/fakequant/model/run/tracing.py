@@ -41,7 +41,7 @@ _TRACEBACKS = "torch._subclasses.fake_tensor"
 def traced_program(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_shapes: Any = None
 ) -> ExportedProgram:
-    """A model traced by `torch.export.export`, not strict; a decoder that returns a cache is traced without the cache.
+    """A model traced by `torch.export.export` with strict=False; a decoder that returns a cache is traced without it.
 
     Raises:
         ExportError: the model returns something that torch.export does not know, holds a scripted module, or fails on
@@ -119,7 +119,7 @@ def _constants_said(model: nn.Module) -> Iterator[None]:
 
 
 def _warn_of_lengths(program: ExportedProgram, model: nn.Module, example: Any) -> None:
-    """Warn if a graph is right only for some lengths of dynamic axes, because `forward` asks for these lengths.
+    """Warn if a graph is right only for some lengths of dynamic axes, because `forward` tests these lengths.
 
     torch checks these conditions when its program runs; a graph and a file have no place for conditions.
     """
@@ -141,7 +141,7 @@ def _warn_of_lengths(program: ExportedProgram, model: nn.Module, example: Any) -
 
 
 def _holds(guard: str, held: Any, lengths: Mapping[int, int]) -> bool:
-    """Whether a condition of torch still holds when axes have other lengths, as `lengths` maps them."""
+    """Whether a guard of torch is true with the lengths `lengths[old]`; True if it cannot be evaluated."""
 
     def sized(tensor: Tensor) -> Any:
         return SimpleNamespace(size=lambda: [lengths.get(n, n) for n in tensor.shape])
@@ -202,10 +202,10 @@ def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProg
 
 @contextmanager
 def example_named(model: nn.Module, arguments: Arguments) -> Iterator[None]:
-    """A context that turns an error of tracing into one with shapes and layer if the model also fails on the example.
+    """A context for tracing: if the model itself fails on the example, the error names the layer and the shapes.
 
     Raises:
-        ExportError: a call of the model with the example fails, too. Other errors are not changed.
+        ExportError: tracing failed, and so does a plain call of the model. Other errors are raised unchanged.
     """
     log = logging.getLogger(_TRACEBACKS)
     level = log.level

@@ -51,11 +51,11 @@ Model = TypeVar("Model", bound=nn.Module)
 def apply(model: Model, state: QuantizedState) -> Model:
     """Put a quantized state into a fresh float model of the same architecture, in place; the model is returned.
 
-    Most checks come before the model changes. After a later error the changes are undone: the values of the model are
-    stored on the CPU for the time of the call. A model on the meta device has no values: it gets memory on torch's
-    default device, without a second copy; tensors that share memory share it afterwards, too. If `fully_shard` or
-    `parallelize_module` splits the model, each process sets its part: all processes must call `apply`, and an error of
-    one process is raised in all.
+    Most checks come before the model changes. After a later error the changes are undone; for this, the call stores the
+    model's values on the CPU. A model on the meta device has no values: it gets memory on torch's default device,
+    without a second copy; tensors that share memory share it afterwards, too. If `fully_shard` or `parallelize_module`
+    splits the model, each process sets its part: all processes must call `apply`, and an error of one process is raised
+    in all.
 
     Raises:
         CheckpointError: the state has another architecture, or scales, zero points or codes that no quantizer accepts;
@@ -285,7 +285,7 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
 
 
 class _Codes:
-    """Stores the last weight as codes, so that its values and its integers, read in turn, are made from one reading."""
+    """Stores the codes of the last weight, so that reading its values and its integers reads the source once."""
 
     def __init__(self, weights: Mapping[str, WeightCodes]) -> None:
         self._weights, self._last = weights, ("", cast("WeightCodes", None))

@@ -80,7 +80,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class PackedEntry:
-    """A weight that is stored as codes: the path of its quantizer, its shape and dtype, whether scales are codes."""
+    """A weight stored as codes: the path of its quantizer, its shape and dtype, and whether its scales are codes."""
 
     quantizer: str
     shape: list[Natural]

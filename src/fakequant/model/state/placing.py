@@ -84,7 +84,7 @@ class Placed(Tensor):
             raise
 
     def own(self) -> Tensor:
-        """A copy of the values, made once: later operations get the same copy."""
+        """A copy of the values that is made at the first call; later calls return the same copy."""
         if self._own is None:
             self._own = self.values().clone()
         return self._own
@@ -120,7 +120,7 @@ class Places:
     """The devices and shards of a float model for the tensors of a state.
 
     Args:
-        weights: the path of the weight that each quantizer quantizes, by the path of the quantizer.
+        weights: the paths of the weights, by the path of the quantizer.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, str]) -> None:
@@ -327,7 +327,7 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def weight_places(modules: Mapping[str, nn.Module], plan: Plan) -> dict[str, str]:
-    """By path of a weight's quantizer in a plan, the path of the weight."""
+    """The path of each weight that a plan quantizes, by the path of its quantizer."""
     found: dict[str, str] = {}
     for path, layer in plan.layers.items():
         module = modules[path]
@@ -341,15 +341,14 @@ def weight_places(modules: Mapping[str, nn.Module], plan: Plan) -> dict[str, str
 
 
 def check_ranges(modules: Mapping[str, nn.Module], plan: Plan, tensors: Mapping[str, Tensor], wide: bool) -> None:
-    """Check the scales, zero points, learned ranges and codes of quantizers in a state.
+    """Check that the quantizers of a plan accept the scales, zero points, learned ranges and codes in `tensors`.
 
     Args:
         tensors: the tensors of the state; for a weight stored as codes, any tensor of its shape.
         wide: whether the model computes in float64.
 
     Raises:
-        CheckpointError: a quantizer does not accept or does not have a tensor, or the tensor does not fit the layer's
-            weight.
+        CheckpointError: a quantizer refuses or lacks a tensor, or a tensor does not fit the layer's weight.
     """
     by_quantizer: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -376,7 +375,7 @@ def check_ranges(modules: Mapping[str, nn.Module], plan: Plan, tensors: Mapping[
 
 
 def is_wide(model: nn.Module) -> bool:
-    """Whether a model computes in float64, as far as its tensors tell."""
+    """Whether a model has a float64 parameter or buffer, or no float tensor at all."""
     dtypes = {t.dtype for t in chain(model.parameters(), model.buffers()) if t.is_floating_point()}
     return not dtypes or torch.float64 in dtypes
 
@@ -471,7 +470,7 @@ def _check_zero_point(spec: QuantSpec, zero_point: Tensor) -> None:
 
 
 def _check_shape(spec: QuantSpec, name: str, value: Tensor, weight: object) -> None:
-    """Raise a ShapeError if `value` [groups] does not fit the weight, or without a weight fits no tensor."""
+    """Raise a ShapeError if `value` [groups] does not fit the weight; without a weight, if it fits no tensor at all."""
     if isinstance(weight, Tensor):
         expected = spec.granularity.group_shape(weight.shape)
         if tuple(value.shape) != expected and not value.numel() == 1 == math.prod(expected):

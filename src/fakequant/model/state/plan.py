@@ -69,7 +69,7 @@ def number(value: Any, place: str) -> int:
 
 
 def member(value: Any, place: str, kind: type[E]) -> E:
-    """The member of an enumeration that has this value."""
+    """The member of the enumeration `kind` whose value is `value`."""
     known = {member.value: member for member in kind}
     if not isinstance(value, str) or value not in known:
         raise UnexpectedValue(f"{place} is {value!r:.80}, which is none of {', '.join(known)}")
@@ -128,7 +128,7 @@ def value_of(value: Any, place: str, kind: Any) -> Any:
 
 
 def plain_of(value: Any) -> Any:
-    """The value for JSON that `value_of` reads; fields that have their default are left out, see `ALWAYS`.
+    """The value in JSON's types, for `value_of` to read; fields with their default are omitted, except `ALWAYS` fields.
 
     >>> plain_of([{"a": 1.5}])
     [{'a': 1.5}]
@@ -235,7 +235,7 @@ class LayerEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteQuantizerEntry(QuantizerEntry):
-    """A quantizer of a function's call: its kind, its first path if tensors share it, whether an engine fixes it."""
+    """A quantizer of a function's call: its kind, the path of the shared quantizer, whether its range never changes."""
 
     kind: Kind
     group: str | None = field(default=None, metadata=ALWAYS)
@@ -265,7 +265,7 @@ class OwnerEntry:
 
 @dataclass(frozen=True)
 class SitesEntry:
-    """The quantized calls of functions in a model: the calling modules by path, and the modules that these call."""
+    """The modules, by path, whose functions have quantizers (`owners`), and the modules that they call (`shielded`)."""
 
     owners: dict[str, OwnerEntry] = field(default_factory=dict, metadata=ALWAYS)
     shielded: list[str] = field(default_factory=list, metadata=ALWAYS)
@@ -327,7 +327,7 @@ def read_plan(values: Any, kind: type[P], source: object) -> P:
 
 
 def quantizer_values(quantizer: Quantizer) -> dict[str, Any]:
-    """The fields of a quantizer's entry."""
+    """The fields of a `QuantizerEntry` by name, from a quantizer."""
     learned = quantizer.learned
     return {
         "tensor": TensorConfig(quantizer.spec, quantizer.dynamic),
@@ -382,7 +382,7 @@ def sites_entry(model: nn.Module) -> SitesEntry:
 
 
 def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
-    """Raise a CheckpointError if the modules of a model, by path, do not fit the quantized calls in a plan."""
+    """Raise a CheckpointError if a model's modules (by path) lack the calls that an entry quantizes."""
     if missing := [path for path in (*entry.owners, *entry.shielded) if path not in modules]:
         raise CheckpointError(f"the checkpoint has modules that the model lacks: {', '.join(missing)}")
     for path, owner in entry.owners.items():

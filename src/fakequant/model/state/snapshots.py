@@ -97,7 +97,7 @@ class LazyTensors(Made[Tensor]):
 
 
 def lazy(tensors: Mapping[str, Tensor], name: str) -> LazyTensor:
-    """The lazy tensor with a name in a mapping; its values are read when they are needed."""
+    """A tensor of a mapping as a `LazyTensor`, whose values are read when they are needed."""
     if isinstance(tensors, LazyTensors):
         return tensors.lazy[name]
     return LazyTensor.of(tensors[name], None if isinstance(tensors, dict) else partial(tensors.__getitem__, name))
@@ -108,7 +108,7 @@ class QuantizedState(Plan):
     """A quantized model as data, from `snapshot` or a file; `fakequant.apply` puts it into a float model.
 
     The values of a weight are in `tensors`. A weight that is only in `weights` has the values of its codes, and the
-    quantizers that read it have the scales of the codes. A snapshot of a model has a weight in both, a file in one.
+    quantizers that read it have the scales of the codes. A snapshot has each weight in both, a file in one.
 
     Attributes:
         tensors: parameters and buffers by their name in the state dict, without tied names.
@@ -141,7 +141,7 @@ class QuantizedState(Plan):
 
     @property
     def in_float(self) -> Mapping[str, str]:
-        """By name of a model's quantized weight that has no codes, the reason."""
+        """The reason for each quantized weight of a model that has no codes, by the name of the weight."""
         return self.weights.in_float if isinstance(self.weights, QuantizedWeights) else {}
 
     @property
@@ -219,7 +219,7 @@ def snapshot(model: nn.Module) -> QuantizedState:
 
 
 class LiveTensors(LazyTensors):
-    """The state dict of a model without tied names; offloaded and sharded tensors are fetched at each access.
+    """The state dict of a model, where a tied tensor has one name; offloaded and sharded tensors are fetched at access.
 
     Args:
         shared: the tied names.
@@ -268,7 +268,7 @@ def versions_of(model: nn.Module) -> dict[str, int]:
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """By tied name of a tensor, the first name of the same tensor."""
+    """For each further name of a tied tensor, its first name."""
     first: dict[tuple[Any, ...], str] = {}
     shared = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -410,7 +410,7 @@ def _open(path: Path) -> Any:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """A value that differs if the path holds another file."""
+    """The device, inode, size and time of change of a file: they differ if another file takes its path."""
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -485,10 +485,10 @@ def register_codec(
 
 
 def codec(name: str) -> Codec:
-    """The functions of a registered format.
+    """The functions of the registered format called `name`.
 
     Raises:
-        CheckpointError: no format with the name was registered.
+        CheckpointError: no format has this name.
     """
     if name not in _codecs:
         known = ", ".join(sorted({"fakequant", *_codecs}))
@@ -499,10 +499,10 @@ def codec(name: str) -> Codec:
 
 
 def decoded(name: str, folder: Path) -> QuantizedState:
-    """The state in the files of a folder with a registered format.
+    """The state that the registered format `name` reads from a folder.
 
     Raises:
-        CheckpointError: no format with the name was registered, or its `decode` fails on the files.
+        CheckpointError: no format has this name, or its `decode` fails on the files.
     """
     decode = codec(name).decode
     try:

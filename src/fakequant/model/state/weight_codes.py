@@ -122,7 +122,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
 
     @cached_property
     def in_float(self) -> dict[str, str]:
-        """By name of a weight that has a quantizer but no codes, the reason."""
+        """The reason for each weight that has a quantizer but no codes, by the name of the weight."""
         found = {name: self._left.get(name) or _reason(held) for name, held in self._held.items()}
         return {name: reason for name, reason in {**found, **self._left}.items() if reason}
 
@@ -161,7 +161,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
         return quantizer.qparams(weight)
 
     def scaled(self, name: str) -> tuple[Tensor, Quantizer]:
-        """A weight and a quantizer with its scales: the layer's, or a new quantizer with the next call's scales."""
+        """A weight, and a quantizer with its scales: the present one, or a new one with the next call's scales."""
         first, *_ = self._held[name].values()
         weight, quantizer = first.tensor, first.quantizer
         if self.dtype not in (None, weight.dtype):
@@ -176,13 +176,13 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
 
 
 def uncoded(weights: Mapping[str, WeightCodes], name: str) -> WeightCodes:
-    """A weight with codes on the meta device if the mapping has a method `uncoded`; otherwise the weight as codes."""
+    """A weight without its codes (a meta tensor) if the mapping offers that by a method `uncoded`; else with codes."""
     made = getattr(weights, "uncoded", None)
     return weights[name] if made is None else made(name)
 
 
 def _reason(held: Mapping[str, Product]) -> str:
-    """The reason why codes cannot replace a weight to the bit; "" if they can."""
+    """Why the codes cannot replace a weight bit for bit; "" if they can."""
     (_, first), *_ = held.items()
     weight = first.tensor
     if is_sharded(weight):

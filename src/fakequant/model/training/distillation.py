@@ -136,10 +136,10 @@ class Distillation:
         masks: Sequence[Tensor] = (),
         labels: Any = None,
     ) -> Tensor:
-        """The distance from the teacher of tensors that the trained model already returned for a batch.
+        """The distance from the teacher's outputs of `own`, the tensors that the trained model returned for a batch.
 
         Args:
-            own: the tensors of the trained model, from `compared`.
+            own: the tensors that the trained model returned, from `compared`.
             forward: a function that calls a model with the batch.
             masks, labels: as for `student`.
 

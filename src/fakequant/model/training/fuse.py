@@ -262,7 +262,7 @@ def is_norm(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def why_other(norm: nn.Module, axes: int) -> str | None:
-    """The reason why a module may compute something else than batch normalisation and then its submodules, or None.
+    """Why a module may not be a batch normalisation followed by its submodules; None if it is.
 
     Classes of other libraries are tried with numbers, on a copy: timm's `BatchNormAct2d` has an activation, and
     torchvision's `FrozenBatchNorm2d` is no batch normalisation of torch.
@@ -336,7 +336,7 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Non
 
 
 def left_text(found: Fusions, done: str) -> str:
-    """A line with the number of batch normalisations that are `done`, as "fused", and those that stay, by reason."""
+    """A line that counts batch normalisations that are `done`, such as "fused", and names the others with reasons."""
     reasons: dict[str, list[str]] = {}
     for name, why in found.left.items():
         reasons.setdefault(why, []).append(module_name(name))

@@ -141,7 +141,7 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
 
 @torch.no_grad()
 def merge_batch_norm(model: Model) -> Model:
-    """Turn each layer and normalisation that `fold_batch_norm` folded into one layer with eval mode's bits, in place.
+    """Turn each layer and normalisation that `fold_batch_norm` folded into one layer, with the bits of eval mode.
 
     The layer then has the folded weight and a bias, and a `FusedBatchNorm`, which returns its input, takes the place of
     the normalisation. Call `merge_batch_norm` after training, and before `save` and `export_onnx`.
@@ -186,7 +186,7 @@ def _why_norm_stays(norm: nn.Module, path: str, recording: Recording) -> str | N
 
 
 def _torch_class(norm: nn.Module) -> type[nn.Module]:
-    """The class of torch that a batch normalisation has or inherits."""
+    """The class of torch's batch normalisations that a module has or inherits from."""
     return next((cls for cls in unshielded_class(norm).__mro__ if cls in FOLDED_NORMS), type(norm))
 
 

@@ -458,7 +458,7 @@ class Training:
             module.training = False
 
     def _hold(self, *, held: bool) -> None:
-        """Add hooks that make the gradients of learned scales zero, or remove these hooks."""
+        """With `held`, add hooks that set the gradients of learned scales to zero; without, remove them."""
         # Not `requires_grad`: DistributedDataParallel waits for the gradients of all that it was made with.
         if held and not self._held:
             self._held = [parameter.register_hook(_zeros) for parameter in learned_scales(self._prepared())]
