@@ -196,7 +196,8 @@ class Backward(NamedTuple):
     config: GradientConfig
 
     def quantized(self, operand: str, axis: int, x: Tensor) -> Tensor:
-        """Quantize the factor called "gradient", "input" or "weight" for a sum over `axis`; without a spec it stays."""
+        """Quantize the factor "gradient", "input" or "weight" for a sum over `axis`; without a specification it is
+        x."""
         spec = self.config.operands[operand, axis]
         if spec is None:
             return x
@@ -224,7 +225,7 @@ class Trained(nn.Module):
 
 
 class Factor(NamedTuple):
-    """A factor of a product, quantized (`value`) and not (`before`); the same tensor if gradients stay in float."""
+    """A factor of a product: quantized (`value`), and before; both are one tensor if gradients stay in float."""
 
     value: Tensor
     before: Tensor
@@ -248,22 +249,22 @@ class Gradients(NamedTuple):
     product: WeightedSum
 
     def rounded(self, dy: Tensor) -> Tensor | None:
-        """dy quantized once for both products, or None where each product quantizes it separately."""
+        """dy quantized for both products at once; None if each product quantizes dy separately."""
         return self.how.quantized("gradient", 0, dy) if self.how.rounds_once else None
 
     def of_input(self, dy: Tensor, rounded: Tensor | None, weight: Tensor, shape: torch.Size) -> Tensor:
-        """dx = dy W, reshaped to `shape`, from dy [rows, out, ...] and the weight of the product."""
+        """dx = dy W, reshaped to `shape`. dy [rows, out, ...]; `rounded` is dy quantized already, or None."""
         dy, weight = self._operands(dy, rounded, 1, self.product.by_output(weight), "weight")
         return self.product.of_input(dy, weight, shape)
 
     def of_weight(self, dy: Tensor, rounded: Tensor | None, x: Tensor, shape: torch.Size) -> Tensor:
-        """dW = dy^T x, reshaped to `shape`, from dy [rows, out, ...] and x [rows, in, ...]."""
+        """dW = dy^T x, reshaped to `shape`. dy [rows, out, ...], x [rows, in, ...]; `rounded` is as for `of_input`."""
         return self.product.of_weight(*self._operands(dy, rounded, 0, x, "input"), shape)
 
     def _operands(
         self, dy: Tensor, rounded: Tensor | None, axis: int, other: Tensor, name: str
     ) -> tuple[Tensor, Tensor]:
-        """dy and the other factor, quantized and perhaps rotated, for a sum over `axis` of dy."""
+        """dy (`rounded` if it is not None) and the factor `other`, quantized, for a sum over `axis` of dy."""
         config = self.how.config
         if config.hadamard and self.product.rotates and config.operands[name, 0] is not None:
             dy, other = rotated(dy, config.hadamard, axis), rotated(other, config.hadamard)
@@ -462,7 +463,7 @@ class _MultipliedInTransforms(_Multiplied):
 
 
 def is_trained(config: GradientConfig | None) -> bool:
-    """Whether gradients are computed and quantized here; False while an exporter or torch.jit.trace records."""
+    """Whether gradients are computed and quantized now; False while an exporter or torch.jit.trace records."""
     return config is not None and torch.is_grad_enabled() and not is_recorded()
 
 

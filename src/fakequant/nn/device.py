@@ -99,7 +99,7 @@ class Kept:
         self._made: dict[Any, Any] = {}
 
     def grid(self, scale: Tensor, zero_point: Tensor | None, low: int, high: int) -> CodeGrid:
-        """The `CodeGrid` of these parameters: the object of the last call if they are the same."""
+        """The `CodeGrid` with these parameters; the object of the last call if its parameters were the same."""
         # `item` takes 0.3 us of a number; `torch.equal` 1.5 us.
         numbers = low, high, *(x.item() if x.numel() == 1 else x.shape for x in (scale, zero_point) if x is not None)
         if self._grid is not None:
@@ -192,7 +192,7 @@ class Sums(NamedTuple):
         return torch.addcmul(self.bias, self.sums.double(), self.of_weight * self.of_input).to(dtype)
 
     def once(self, key: tuple[Any, ...], grid: CodeGrid, make: Callable[[], _Made]) -> _Made:
-        """The constants of a rule for codes in `grid`, made once; they depend on scales and bias, not on sums."""
+        """The constants that a rule needs for codes in `grid`, made once: they depend on scales and bias alone."""
         key = *key, id(grid.scale), grid.zero_point
         kept = {} if self.kept is None else self.kept
         if key not in kept:
@@ -201,7 +201,7 @@ class Sums(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of codes that a function reads; for a mean they hold sums, each of `summed` elements."""
+    """The coded tensors that a function reads; for a mean they hold sums of `summed` elements."""
 
     tensors: tuple[GridCodes, ...]
     summed: int = 1
@@ -249,8 +249,8 @@ class Device:
         source: the program from which the rules come, and how far the rules were compared with it.
         wide: the rules where activations have codes of 16 bits, before and after the function.
         unsigned: whether codes of activations are unsigned.
-        joins: whether the engine makes one function of a stored result, and a ReLU or clamp that reads it. It does so
-            where a bound is the first or the last code: it rounds once, and the other bound is lost.
+        joins: whether the engine fuses a function with the ReLU or clamp that reads its result, where a bound is the
+            first or the last code. A fused function rounds once, and the other bound has no effect.
     """
 
     name: str
@@ -567,9 +567,9 @@ def _whole_sums(name: str, x: GridCodes, other: GridCodes, args: Any, kwargs: An
 def _without_borders(
     called: CalledAs, summed: Callable[..., Tensor], x: Tensor, weight: Tensor, args: Any, kwargs: Any
 ) -> Tensor:
-    """The sums of a weight's codes over a whole window, as at positions that no border cuts.
+    """The sums of a weight's codes over the whole window, as at positions far from any border: [out].
 
-    The shape is [out], for matrices [..., 1, out]. Sums of a transposed convolution differ by position: [1, out, ...].
+    For matrices the shape is [..., 1, out]. Sums of a transposed convolution differ by position: [1, out, ...].
     """
     if called.function.name == "matmul":
         return weight.sum(-2, keepdim=True)
@@ -628,7 +628,7 @@ def _exact_sums(
 
 
 def _bounded(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Bound a result before it is rounded, or codes, by a ReLU or clamp; NotImplemented without a rule."""
+    """Apply a ReLU or clamp to codes, or to a result that is not rounded yet; NotImplemented without a rule."""
     x, *rest = (*args, *kwargs.values())
     if not isinstance(x, DeviceTensor) or x.has is None or any(isinstance(bound, Tensor) for bound in rest):
         return NotImplemented
@@ -704,7 +704,7 @@ def _summed(name: str, args: Any, kwargs: Any, x: Tensor, result: Tensor) -> int
 
 
 def _of_stored(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function of codes that has a rule on the device, such as a sum or a mean; else NotImplemented."""
+    """Call a function of codes for which the device has a rule, such as a sum or a mean; else NotImplemented."""
     tensors, name = tuple(arguments_of(called, args, kwargs).values()), called.function.name
     if len(tensors) < called.function.fewest or (device := _device_of(*tensors)) is None:
         return NotImplemented

@@ -86,7 +86,7 @@ def of_chain(args: Args, kwargs: Kwargs) -> str:
 
 
 def axes_of(equation: str, place: int) -> tuple[int, int]:
-    """The axis of outputs (0 if none) and of the sum (-1 if none) in a term of an equation; terms multiply in order.
+    """The axes of outputs (0 if none) and of the sum (-1 if none) in the term of an equation at `place`.
 
     >>> axes_of("bsd,dhk->bshk", 1), axes_of("ab,bc,cd->ad", 1)
     ((1, 0), (1, 0))
@@ -243,7 +243,7 @@ class CalledAs:
         return bool(args[position] if len(args) > position else kwargs.get("inplace", False))
 
     def without_writing(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        """The function that computes the same as `func` without overwriting; changes `args` and `kwargs` for it."""
+        """A function that computes the same as `func` but overwrites nothing; an argument `inplace` becomes False."""
         position = self.inplace_position
         if position is None:
             return func if self.plain is None else self.plain
@@ -474,12 +474,12 @@ def canonical_ops(ops: Iterable[str]) -> frozenset[str]:
 
 
 def arguments_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call that the table names as operands, by name."""
+    """The operands among the arguments of a call, by their names in the table."""
     return {name: holder[key] for name, holder, key in places_of(called, list(args), dict(kwargs))}
 
 
 def places_of(called: CalledAs, args: list[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The names of operands, each with the list or dict and the key that hold it; a list of tensors is first copied."""
+    """For each operand its name, and the list or dict and the key that hold it in the call; lists are copied first."""
     first = called.function.list_position
     if first is not None:
         if len(args) <= first:

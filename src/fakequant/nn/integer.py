@@ -68,7 +68,7 @@ class Execution(Enum):
 
 
 def as_execution(value: Execution | str) -> Execution:
-    """The execution with a name, or the execution itself; raises ConfigError for other values."""
+    """An execution from its name; an `Execution` is returned unchanged. Other values raise ConfigError."""
     try:
         return Execution(value)
     except ValueError as error:
@@ -108,9 +108,9 @@ def mixes_dtypes(x: Tensor, other: Tensor) -> bool:
 
 
 class Ready:
-    """A layer's cached preparation for integer products: the reason why it is simulated, or the packed weight.
+    """What a layer caches for integer products: the packed weight, or the reason why the layer is simulated.
 
-    It is cached because a Python call costs as much as encoding thousands of elements. Copies and pickles are None.
+    Without the cache, its Python code costs as much as encoding thousands of elements. Copies and pickles are None.
     """
 
     def __init__(self, state: tuple[Any, ...], reason: str | None, places: ConvParams) -> None:
@@ -169,7 +169,7 @@ class IntegerProduct(ABC):
         return ready
 
     def why_simulated(self, layer: Any, execution: Execution) -> str | None:
-        """The reason why a layer in integer execution is simulated for any input; None if it is not."""
+        """Why a layer in integer execution is simulated for any input; None if it multiplies integers."""
         quantizers = [layer._modules.get(name) for name in self.quantizers]
         if modes := [q.mode.value for q in quantizers if q is not None and q.mode is not Mode.QUANTIZE]:
             return f"a quantizer is in mode {modes[0]}"
@@ -194,7 +194,7 @@ class IntegerProduct(ABC):
 
     @abstractmethod
     def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
-        """The reason why a layer with these specifications is simulated for any input, or None."""
+        """Why a layer with these specifications is simulated for any input; None if it can multiply integers."""
 
     def places(self, layer: Any) -> ConvParams:
         """The stride, padding, dilation and groups of a convolution; empty for other layers."""

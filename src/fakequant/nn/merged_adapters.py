@@ -118,7 +118,7 @@ class _Merged:
         return checkpoint(merged, x, *args, use_reentrant=False, **kwargs)
 
     def merged_tensors(self: Any, adapters: list[str]) -> dict[str, Tensor]:
-        """The weight as after `merge`, and the bias if the layer or an adapter has a bias."""
+        """The weight into which the adapters are merged, and the merged bias if the layer or an adapter has a bias."""
         base: Any = _base(self)
         weight, bias = base.weight, getattr(base, "bias", None)
         # Else the product of B and A would be rounded to 16 bits in training, and not in `merge`.

@@ -1,7 +1,8 @@
 """The weights of layers and functions, and how each multiplies rows of an input.
 
 `layer.products()`, and `products()` of a call of a function with quantizers (a `Site`), give a `Product` for each
-weight, so algorithms, files and reports need no layer classes. A matrix gives a `MatrixProduct`; algorithms round other
+weight, so algorithms, files and reports need no layer classes. Algorithms choose codes of a `MatrixProduct`, and round
+others to nearest.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ class MatrixProduct(Product):
         return self.layer.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
 
     def inputs(self, call: Any) -> tuple[Tensor, ...]:
-        """The inputs of a call that a hook got, before their quantizers, in the order of `reads`."""
+        """The layer's inputs from a hook's `call`, before quantization, in the order of `reads`."""
         return (call.first,)
 
     def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -214,7 +215,7 @@ class MatrixProduct(Product):
         return (self.layer.quantized_input(inputs[0]),)
 
     def with_axis(self, x: Tensor) -> Tensor:
-        """The input with a first axis of rows or examples, added if it is missing."""
+        """The input, with a first axis of rows or examples if it has none."""
         return x[None] if x.dim() == 1 else x
 
     def pieces(self, x: Tensor) -> Sequence[Tensor]:
@@ -326,7 +327,7 @@ def _turned(params: QParams) -> QParams:
 
 
 def remapped(spec: QuantSpec, axes: dict[int, int]) -> QuantSpec:
-    """A specification whose axes are renamed by `axes`, for a weight with its axes in other places."""
+    """A specification for a weight whose axes are in other places: `axes` maps old axes to new axes."""
     return spec.regrouped(lambda one: one.remap_axes(axes))
 
 

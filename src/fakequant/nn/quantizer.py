@@ -72,7 +72,7 @@ KEY = "fixed_codes"
 
 
 def as_leaf(module: nn.Module, *args: Any) -> Any:
-    """Record the call of a module with the tracer of the proxies among its arguments, and return the new proxy.
+    """Record a call of a module in a torch.fx trace, and return the proxy of its result; `args` contain a proxy.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), "INT8_WEIGHT_ONLY")
     >>> [str(node) for node in torch.fx.symbolic_trace(model).graph.nodes]
@@ -319,8 +319,8 @@ class Quantizer(QuantizerPart):
 
     `scale` and `zero_point` are buffers (None until calibrated); the scale stays float32 in half precision. After
     `learn(method)` they are None, and the submodule `learned`, named by the method, holds parameters that training
-    moves. If a value of the call chooses the range, the first axis of both is the bins of that value. The buffer
-    `global_scale` fixes, for a dynamic quantizer, 1 / the scale of the tensor, under which blocks have scales.
+    moves. If a value of the call chooses the range, their first axis has an entry for each bin of that value. The
+    buffer `global_scale` of a dynamic quantizer is 1 / the fixed per-tensor scale that multiplies the scales of blocks.
 
     The buffer `fixed_codes` is None, or holds the codes that a solver or a file chose, as integers in the shape of the
     weight. Codes are valid while the weight has their values, bit for bit. If quantizing the values gives the same
@@ -410,7 +410,7 @@ class Quantizer(QuantizerPart):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the quantizer has no range yet and must be calibrated, as a static input."""
+        """Whether the quantizer needs calibration: it quantizes an input by a fixed range, which is not set yet."""
         return self.kind is Kind.INPUT and not self.dynamic and not self.calibrated
 
     @property
@@ -561,7 +561,7 @@ class Quantizer(QuantizerPart):
         return None if codes is None else (codes, params)
 
     def _check_same(self, x: Tensor) -> None:
-        """Raise ConfigError if x is one process's part of an activation, and its range is not that of the whole tensor.
+        """Raise ConfigError if x is only this process's part of an activation, and its range would be that of the part.
 
         A calibrated scale of the tensor fits every part, and blocks have ranges of their own. Otherwise the processes
         compare their values, once, in the first call whose values are not all equal.
@@ -587,7 +587,7 @@ class Quantizer(QuantizerPart):
         self.is_same_everywhere = bool(x.numel()) and bool((x != x.flatten()[0]).any())  # zeros are equal by chance
 
     def _check_fresh(self, weight: Tensor) -> None:
-        """Note the weight of a call, or warn in eval mode, once after each change, that the scales are stale.
+        """Remember the weight of a call; in eval mode, warn once after each change that the scales are stale.
 
         An unchanged parameter costs 1 us. A computed weight is a new tensor in every call: it is compared in the first
         call after training mode. Sharded weights are not compared: that takes all processes.
@@ -680,7 +680,7 @@ class Quantizer(QuantizerPart):
         )
 
     def _current(self, elements: int = 1) -> QParams:
-        """The present scale and zero point of a calibrated quantizer; of all bins where a value chooses the range."""
+        """The present scale and zero point of a calibrated quantizer, or those of all bins of a value."""
         if self.learned is not None:
             return self.learned.qparams(elements)
         assert self.scale is not None
@@ -762,8 +762,8 @@ class Quantizer(QuantizerPart):
             options: the options of the method, such as gradient_factor=False.
 
         Raises:
-            ConfigError: an unknown method or option, one that cannot serve the specification, or nothing to learn,
-                because the range is dynamic or not yet set.
+            ConfigError: an unknown method or option; a method that cannot serve the specification; or a range that
+                cannot be learned, because it is dynamic or not set yet.
 
         >>> quantizer = Quantizer("int8")
         >>> quantizer.set_range(Range(torch.tensor([-1.27]), torch.tensor([1.0])))
@@ -941,7 +941,7 @@ class Quantizer(QuantizerPart):
         return self._values_in(weight) is not None
 
     def needs_codes(self, x: Tensor) -> bool:
-        """Whether fixed codes are valid for x, and quantizing x would give other codes.
+        """Whether the fixed codes fit the values of x, but quantizing x would give other codes.
 
         A weight that training has changed loses its codes here.
         """
@@ -1227,7 +1227,7 @@ class Quantizer(QuantizerPart):
         return f"Quantizer({', '.join(words)})"
 
     def by_value_text(self) -> list[str]:
-        """The words about ranges by a value in the quantizer's text; [] for a single range."""
+        """The words on ranges that a value chooses, for the quantizer's text; [] for a single range."""
         return [] if self.by_value is None else [f"by {self.by_value.name} in {self.by_value.count} bins"]
 
 

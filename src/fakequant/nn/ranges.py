@@ -109,7 +109,7 @@ class QuantizerPart(PreciseModule):
 
 
 class _Absent(threading.local):
-    """The missing keys of quantizers in one call of `load_state_dict`, held back until a quantizer's key occurs.
+    """The missing keys of quantizers in one `load_state_dict`, reported only once a key of some quantizer occurs.
 
     A quantizer sees only the keys under its prefix. torch's list of missing keys is one object in the whole call.
     """
@@ -180,7 +180,7 @@ _shared_by = lru_cache(maxsize=4096)(shared_by)  # asked at every call, and the 
 
 
 def straight_through(value: Tensor, parameter: Tensor, factor: float | Tensor = 1.0) -> Tensor:
-    """Return the exact value; backward, its gradient times `factor` goes to a finite parameter (straight-through).
+    """Return `value`, whose gradient times `factor` goes to `parameter` (straight-through), which must be finite.
 
     >>> step = torch.tensor([1.4], requires_grad=True)
     >>> straight_through(step.ceil(), step, 0.5).backward()
@@ -249,7 +249,7 @@ class LearnedRange(QuantizerPart, ABC):
         return library.fake_quantize(x, params, self.spec)
 
     def fake_quantize_in_one_call(self, x: Tensor, *, examples: bool) -> Tensor | None:
-        """x quantized by one operator, or None where `qparams` and `fake_quantize` must be called; see `shared_by`."""
+        """x quantized by one operator; None if callers must use `qparams` and `fake_quantize`. See `shared_by`."""
         return None
 
     def warn_if_frozen(self) -> None:
@@ -511,7 +511,7 @@ class ByValue:
 
     Args:
         by: an argument's name, or a function, that gives the value: a number, or a tensor of one number or one per row.
-        boundaries: rising; bin i holds the values from boundaries[i - 1] on to below boundaries[i], as float32.
+        boundaries: rising numbers; bin i holds values from boundaries[i - 1] to below boundaries[i], in float32.
 
     >>> by_value = ByValue("timestep", [10.0, 100.0])
     >>> by_value
@@ -595,7 +595,7 @@ class ByValue:
             )
 
     def now(self) -> Tensor | None:
-        """The bins of the present call of the model, as from `bins_of`; None outside of a call."""
+        """The bins of the model's running call, as from `bins_of`; None if no call runs."""
         return _calls.bins.get(self)
 
 
@@ -704,9 +704,9 @@ def call_again(bins: Mapping[ByValue, Tensor]) -> Iterator[None]:
 def params_of_call(
     by_value: ByValue, params: QParams, spec: QuantSpec, x: Tensor, named: Callable[[], str]
 ) -> tuple[QParams, QuantSpec]:
-    """The parameters of the present call, out of the parameters of all bins, and a specification with which they fit x.
+    """The parameters for the running call, selected from those of all bins, and the specification for them and x.
 
-    Where rows of x take different bins, the returned specification has a scale for each row. `named` gives the start of
+    If rows of x have different bins, this specification has a scale for each row. `named` returns the start of
     messages, "the quantizer ...". Raises a CalibrationError if no call runs, a ShapeError if the parameters do not fit
     x, and a ConfigError if rows take different bins and the specification has no ranges for rows.
     """

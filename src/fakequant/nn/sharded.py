@@ -63,10 +63,10 @@ def is_shared_out(layer: nn.Module, quantizer: Any) -> bool:
 
 
 def known_parts(name: str, spec: QuantSpec, x: Any, *, observed: bool) -> Tensor:
-    """Add up the partial sums of a DTensor for the quantizer called `name`; ConfigError as `check_parts` raises it.
+    """A DTensor, after the sum over its partial sums, for the quantizer `name`; ConfigError as `check_parts` raises it.
 
-    `observed`: a calibrator gathers the parts next; then a ConfigError is raised, too, if the processes disagree about
-    the shape of the whole tensor.
+    `observed`: a calibrator gathers the parts next, so that a ConfigError is also raised if their sizes differ between
+    processes.
     """
     x = whole_sums(x)
     for place, placement in enumerate(x.placements):

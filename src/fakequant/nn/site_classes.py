@@ -100,7 +100,7 @@ class _Listing(SiteMode):
 
 
 class _Aligned(SiteMode):
-    """Counts and quantizes only the calls at some places; other calls stay in float."""
+    """Counts and quantizes only the calls whose numbers are in `places`; other calls stay in float."""
 
     def __init__(self, places: Collection[int], sites: Sites, module: nn.Module) -> None:
         super().__init__(sites, module)

@@ -217,7 +217,7 @@ class Sites(nn.Module):
 
     Attributes:
         owner: the path of the module, for messages.
-        steps: the names of the functions whose calls are numbered, in the order of their calls in one `forward`.
+        steps: the name of the function of each numbered call, in the order of calls in one `forward`.
         keys: a name for every step, with a site or without: "add_0" for the first addition.
         training_keys: the names of the calls in training mode; a call that eval mode does not make has no number:
             "add_". None if the calls are the same.
@@ -522,7 +522,7 @@ class _Linear(SiteProduct, MatrixProduct):
         return self.layer.watch(see)
 
     def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note the bias and the options of a call, and whether they differ from those of the last call."""
+        """Store the bias and the options of a call, and whether they differ from those of the last call."""
         bias = self.added(args, kwargs)
         self._bias = bias if isinstance(bias, nn.Parameter) else None
         self.why_no_bias = None if self._bias is bias else "it is no parameter"

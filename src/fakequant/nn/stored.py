@@ -54,8 +54,8 @@ View = tuple[Any, tuple[Any, ...]]
 class StoredWeight(Tensor):
     """A frozen weight as scales and codes, packed along its last axis; every operation decodes the values anew.
 
-    Autograd keeps this tensor, and no values, for the backward pass. Writing to it raises ConfigError. `nbytes` counts
-    the float values; the tensor holds only `packed`, scale and zero point.
+    Autograd keeps this tensor, and not the values, for the backward pass. Writing to it raises ConfigError. `nbytes`
+    counts the float values; the tensor holds only `packed`, scale and zero point.
 
     Args:
         packed: uint8 [..., bytes]; codes of more than 8 bits are not packed.
@@ -133,7 +133,7 @@ class StoredWeight(Tensor):
         return _unpack(self.packed, self.spec.format, self.whole_shape)
 
     def values(self, *, lent: bool = False) -> Tensor:
-        """The float values [shape of this view]; if `lent`, they last until this thread's next call with `lent`."""
+        """The float values [shape of this view]; with `lent`, the thread's next call with `lent` overwrites them."""
         shape, dtype, device = self.whole_shape, self.dtype, self.packed.device
         step = self._rows_at_once()
         if not shape or step >= shape[0] or torch.compiler.is_compiling():
@@ -166,7 +166,7 @@ class StoredWeight(Tensor):
         return type(self)(packed, QParams(*given[1:]), self.spec, self.whole_shape, self.dtype)
 
     def moved(self, fn: Callable[[Tensor], Tensor]) -> StoredWeight:
-        """The weight as `nn.Module._apply` moves or converts it: scales stay at least float32, codes keep all bits."""
+        """The weight after `fn`, which moves or converts tensors: scales stay at least float32, codes keep all bits."""
         like = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         return self._with(fn(self.packed), like.device, like.dtype)
 
@@ -202,7 +202,7 @@ class StoredWeight(Tensor):
         return max(1, _CHUNK // max(1, prod(shape[1:])) // block) * block
 
     def _params(self, part: Any = ...) -> QParams:
-        """The scales and zero points of some rows, which begin and end at a border of blocks."""
+        """The scales and zero points of some rows; the first and the last row lie at a border of blocks."""
         if part is ... or self.scale.shape[0] == 1:
             return QParams(self.scale, self.zero_point)
         block = self.spec.granularity.block_shape(self.whole_shape)[0] or 1

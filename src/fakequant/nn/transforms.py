@@ -82,7 +82,7 @@ class ChannelScale(InputTransform):
         return weight * self._by_groups(layer, weight)
 
     def _by_groups(self, layer: Any, weight: Tensor) -> Tensor:
-        """The factors for a weight [out, in / groups, ...], in which each group of outputs has other input channels."""
+        """The factors of a weight [out, in / groups, ...]: each group of outputs reads other input channels."""
         groups = getattr(layer, "groups", 1)
         factors = self.scale.to(weight.dtype).reshape(groups, -1).repeat_interleave(weight.shape[0] // groups, 0)
         return factors.reshape(*weight.shape[:2], *[1] * (weight.dim() - 2))
@@ -131,7 +131,7 @@ class BlockHadamard(InputTransform):
 
 
 class ScaledHadamard(BlockHadamard):
-    """The input times one factor per feature, and then rotated: without factors, a large feature fills its block.
+    """The input times one factor per feature, then rotated by blocks; without factors, a large feature fills its block.
 
     >>> rotation = ScaledHadamard.of(nn.Linear(2, 1), block=2)
     >>> rotation.scale = torch.tensor([0.5, 1.0])

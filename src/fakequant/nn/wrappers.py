@@ -131,7 +131,7 @@ class Operand(NamedTuple):
     """The kernel of a convolution, else NO_KERNEL."""
 
     def axes(self) -> dict[int, int]:
-        """The axes of the tensor, by the axes with which a rule names them."""
+        """The axis of the tensor for each axis that a rule names by its role, such as -1 for the axis of the sum."""
         if self.role is not Role.WEIGHT:
             return {-1: self.reduction}
         named = {0: self.channels, -1: self.reduction}

@@ -96,7 +96,7 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
         return input
 
     def begin(self, x: Tensor) -> None:
-        """Remember the running variance for input x; when a checkpoint runs the call again, restore that variance."""
+        """Store the running variance for input x; if a checkpoint repeats the call for x, use the stored one."""
         assert self.running_var is not None
         self._replayed = None
         if torch._C._current_graph_task_id() >= 0:  # within a backward pass

@@ -207,7 +207,7 @@ _VISIBLE = ("batched_mm", "grouped_mm")
 
 
 class _Seen:
-    """Stands in for the experts module that transformers' functions read, with quantized weights and activations."""
+    """Stands in for the experts in functions of transformers, with quantized weights and activations."""
 
     def __init__(self, experts: Any, first: str) -> None:
         self.config = experts.config
@@ -320,7 +320,7 @@ def _first(layer: Any) -> str:
 
 @torch.no_grad()
 def _tokens_of_experts(top_k_index: Tensor, experts: int) -> list[tuple[int, Tensor, Tensor]]:
-    """For each expert with tokens: its index, and the places in k and the tokens that select it in [tokens, k]."""
+    """For each expert that gets tokens: its index, and the indices in k and in tokens of its entries in [tokens, k]."""
     # Sorted by place, then by token, as in transformers' classes. Expert parallelism gives tokens of other processes
     # the index after the last expert. Copying the counts of tokens to the host is the only wait for an accelerator.
     index = top_k_index.t().flatten()

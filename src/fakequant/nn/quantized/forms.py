@@ -110,7 +110,7 @@ def change_class(layer: nn.Module, cls: type[Any]) -> None:
 
 
 def class_reference(cls: type[Any]) -> tuple[Any, ...]:
-    """A class in a form for pickle: an importable function and its arguments, which return the class."""
+    """A class for pickle: a function that can be imported, and the arguments with which it returns the class."""
     if cls in _made.values():
         return _form, cls.float_class
     return _itself, cls
@@ -157,7 +157,7 @@ def _form(cls: type[nn.Module]) -> type[QuantizedLayer] | None:
 
 
 def _peeled(cls: type[nn.Module]) -> tuple[type[nn.Module], list[type[nn.Module]]]:
-    """The class inside torch's generated wrapper classes, and these wrappers, outermost first."""
+    """The class inside the wrapper classes that torch generated, and these wrappers, the outermost first."""
     wrappers = []
     while (inner := _wrapped(cls)) is not None:
         wrappers.append(cls)

@@ -197,7 +197,7 @@ class QuantizedLayer(StoringLayer, backward.Trained):
         return self.product(self, x, other, bias)
 
     def why_simulated(self, execution: Execution | None = None) -> str | None:
-        """The reason why the layer is simulated for any input under an execution (default: the present), or None."""
+        """Why the layer is simulated for any input (under its present execution by default); None if it is not."""
         if self.product is None:
             return f"there is no integer product for {type(self).float_class.__name__}"
         return self.product.why_simulated(self, execution or self.execution)
@@ -300,7 +300,7 @@ def layers() -> dict[type[nn.Module], type[QuantizedLayer]]:
 
 
 def registered(cls: type[nn.Module]) -> type[QuantizedLayer] | None:
-    """The quantized class registered for exactly this class, its name, or the module of its `forward`; or None."""
+    """The class registered for `cls` itself: by the class, its name, or the decorator of its `forward`; else None."""
     known = _layers.get(cls) or _named_layers.get(f"{cls.__module__}.{cls.__qualname__}")
     if known is not None:
         return known
@@ -345,7 +345,7 @@ def subtracts_mean(module: Any) -> TypeGuard[nn.LayerNorm]:
 
 
 def without_mean(norm: nn.LayerNorm) -> nn.Module:
-    """An RMSNorm that computes what a LayerNorm with weight 1 computes for rows whose mean is 0."""
+    """An RMSNorm with the result of a LayerNorm of weight 1, if each row has mean 0."""
     return nn.RMSNorm(list(norm.normalized_shape), eps=norm.eps).to(norm.weight).train(norm.training)
 
 
@@ -375,7 +375,7 @@ class SpatialLayer(QuantizedLayer):
     """A layer whose input [n, channels, ...] has spatial axes; the axis n may be missing."""
 
     def quantized_input(self, x: Tensor) -> Tensor:
-        """The quantized input, with axis n added while it is quantized: learned steps count elements of one example."""
+        """The quantized input; axis n is added for this, because learned steps count the elements of an example."""
         if not self._is_one_example(x):
             return super().quantized_input(x)
         return super().quantized_input(x.unsqueeze(0)).squeeze(0)

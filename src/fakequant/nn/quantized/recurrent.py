@@ -45,7 +45,7 @@ class GateProduct(MatrixProduct):
 
     @property
     def readers(self) -> int:  # type: ignore[override]
-        """The number of directions for weights of the layer's input; 0 for inner layers and hidden states."""
+        """How many directions read the layer's input, for a weight of that input; 0 for all other weights."""
         names = first_weights(self.layer)
         return len(names) if self.name in names else 0
 
@@ -115,7 +115,7 @@ _PARAMS = "Tensor weight, Tensor? bias, Tensor? scale, Tensor? zero_point"
 
 
 def written_as_loops(why_not: str | None = None) -> AbstractContextManager[None]:
-    """A context in which layers call the loop operator if it supports their quantizers; with `why_not` they do not."""
+    """A context in which layers call the loop operator where they can; with a reason `why_not`, they never do."""
     return set_to(_why_not, why_not)
 
 
@@ -169,7 +169,7 @@ class GateQuantizers(NamedTuple):
         """The quantization of backward products: always None, gradients stay in float."""
 
     def weights(self, weights: GateWeights) -> GateWeights:
-        """The quantized weights, once for all steps."""
+        """The weights, quantized once for all steps."""
         joined = self.weight(torch.cat([weights.input, weights.hidden], 1))
         input, hidden = joined.split([weights.input.shape[1], weights.hidden.shape[1]], 1)
         return weights._replace(input=input, hidden=hidden)
@@ -205,7 +205,7 @@ class LayerQuantizers(NamedTuple):
     backward: Backward | None
 
     def weights(self, weights: GateWeights) -> GateWeights:
-        """The quantized weights, once for all steps."""
+        """The weights, quantized once for all steps."""
         input, hidden = _by(self.input_weight, weights.input), _by(self.hidden_weight, weights.hidden)
         return weights._replace(input=input, hidden=hidden)
 
@@ -236,7 +236,7 @@ StepQuantizers = GateQuantizers | LayerQuantizers
 
 
 def why_no_loop(input: Any, quantizers: Sequence[LayerQuantizers]) -> str | None:
-    """The reason why an exporter must write a layer step by step, as a clause; None if it writes a loop."""
+    """Why an exporter must write a layer step by step, as a clause of a sentence; None if it can write a loop."""
     if not isinstance(input, Tensor):
         return "its input is a packed sequence"
     if input.dtype is not torch.float32:
@@ -433,17 +433,17 @@ def _names(suffix: str) -> tuple[str, str, str, str]:
 
 
 class Recurrent(Watched, QuantizedLayer):
-    """Base of recurrent layers; functions that `watch` registers get a weight quantizer's attribute, and a function.
+    """Base of recurrent layers. `watch` shows the name of each weight's quantizer, and a function that returns rows.
 
-    The function returns the rows that the weight multiplies: [n, columns] in a cell; [n, steps, columns], or packed
-    [1, rows, columns], in a layer.
+    These are the rows that the weight multiplies: [n, columns] in a cell; [n, steps, columns], or packed [1, rows,
+    columns], in a layer.
     """
 
     product_class = GateProduct
 
     @classmethod
     def suffixes(cls, layer: nn.Module) -> list[str]:
-        """The ends of parameter names: one for each layer and direction."""
+        """The suffixes of parameter names, such as "_l0_reverse": one for each layer and direction."""
         return [""]
 
     @classmethod
