@@ -46,7 +46,7 @@ from fakequant.text import html_result, table
 
 @dataclass(frozen=True)
 class Code:
-    """The settings by which `advise` makes models; `held` numbers the batches that judge, [] for a single batch."""
+    """The settings by which `advise` makes models; `held` has the numbers of the batches that judge, or is empty."""
 
     preparation: Preparation
     held: Sequence[int]
@@ -93,7 +93,7 @@ class Code:
 
 
 def _shown(value: Any, name: str) -> str:
-    """A value as code; a function appears as the name of its argument."""
+    """A value as Python code; for a function, the name of the argument that takes it."""
     return repr(value) if isinstance(value, (int, str, slice)) else name
 
 
@@ -111,14 +111,14 @@ TIERS = ("presets", "calibration methods", 'improve "fast"', 'improve "best"')
 
 
 class SizeClass(NamedTuple):
-    """Presets of one kind that give models of one size; `bytes` counts all parameters of the smallest model."""
+    """Presets of a kind whose models have about the same size; `bytes` counts all parameters of the smallest model."""
 
     bytes: int
     presets: tuple[str, ...]
 
 
 def sizes_of(bytes_of: Mapping[str, int], kinds: Iterable[Collection[str]]) -> list[SizeClass]:
-    """Groups of presets that give models of one size, the smallest first, and within a size by kind.
+    """Groups of presets whose models have about the same size; smaller sizes first, and within a size the faster kind.
 
     Args:
         kinds: the presets of each kind; the kind that engines run faster comes first.
@@ -141,8 +141,8 @@ class SearchOrder:
     """The search for the smallest model that meets a floor.
 
     Args:
-        static: presets whose inputs get ranges by calibration.
-        has_metric: whether the score is a metric of the user's, in which decibels mean nothing.
+        static: the presets that need calibration for the ranges of inputs.
+        has_metric: whether the score is the user's metric, for which limits in dB mean nothing.
 
     Attributes:
         met: the index of the smallest size that meets the floor; the number of sizes if none does.
@@ -159,7 +159,7 @@ class SearchOrder:
         self.met = len(self.sizes)
 
     def ways(self) -> Iterator[tuple[Variant, str]]:
-        """Each variant to try, and a text of what may follow; the caller puts its result into `rows` before the next.
+        """Each variant to try, with a text on what may follow; the caller stores its result in `rows` before the next.
 
         All presets come first, from the smallest size up to the first that meets the floor. Then costlier variants of
         the smaller sizes follow, from the smallest size up.
@@ -188,7 +188,7 @@ class SearchOrder:
         return row is not None and self.score(row) >= self.floor
 
     def best_of(self, presets: Collection[str]) -> Compared | None:
-        """The best result of some presets, None if there is none; a costlier variant must be clearly better."""
+        """The best result of these presets or None; of two, the costlier one must be clearly better."""
         best: Compared | None = None
         for row in self.rows.values():
             if row.preset in presets and not row.failed and (best is None or self._is_better(row, best)):
@@ -197,7 +197,7 @@ class SearchOrder:
 
     @property
     def answer(self) -> Compared | None:
-        """The best result of the smallest size that meets the floor, or of all sizes; None before the first result."""
+        """The best result of the smallest size that meets the floor, else of all sizes; None before any result."""
         if self.met < len(self.sizes):
             return self.best_of(self.sizes[self.met].presets)
         best = [row for size in self.sizes if (row := self.best_of(size.presets)) is not None]
@@ -212,7 +212,7 @@ class SearchOrder:
         return row.error < (CLEARLY if costs_more else 1.0) * best.error
 
     def _of(self, tier: int, size: SizeClass) -> list[Variant]:
-        """The variants of a tier for a size; variants of later tiers vary the best results so far."""
+        """The variants of a tier to try for a size; later tiers change the method or steps of the best results."""
         if tier == 0:
             return [Variant(preset) for preset in size.presets]
         best = self.best_of(size.presets)
@@ -230,7 +230,7 @@ class SearchOrder:
         return [best.way._replace(steps="best")]
 
     def _leading(self, presets: Sequence[str]) -> list[Compared]:
-        """The best result so far of each of the best two presets; equal results count as one."""
+        """The best result of each of these presets, of which the two best are returned; equal results count as one."""
         best = [row for preset in presets if (row := self.best_of([preset])) is not None]
         unlike = {(row.error, row.bytes, row.metric): row for row in best[::-1]}
         return sorted(unlike.values(), key=lambda row: (-self.score(row), row.error))[:_TWO]
@@ -260,7 +260,7 @@ class Advice:
 
     Attributes:
         rows: the variants that were tried.
-        best: the answer: the best variant of the smallest size that meets the floor, or of all if none does.
+        best: the answer: the best variant of the smallest size that meets the floor; if none meets it, the best of all.
         meets: whether the answer meets the floor.
         floor: the least score that is good enough.
         unit: the unit of the score, "dB" without a metric.
@@ -329,7 +329,7 @@ class Advice:
 
 
 def number(score: float) -> str:
-    """A score as text of a table.
+    """A score as the text of a table's cell.
 
     >>> number(23.456), number(0.98765), number(float("inf"))
     ('23.5', '0.9877', 'inf')
@@ -412,19 +412,19 @@ def advise(  # noqa: PLR0913  all but the first two by name
 ) -> Advice:
     """Find the smallest quantized form of a model that is good enough, by trying presets, methods and `improve`.
 
-    Every second batch, up to eight of them, is held back and judges; the others make the models. All presets are
-    tried first, from the smallest models up, until a preset meets the floor. Then costlier variants of smaller models
-    are tried: other methods of calibration, `improve` by "fast", and by "best". Models whose bytes differ by at most
-    15 % count as one size: among them the model with the least error is taken. Presets that the files of the target
-    cannot hold are not tried. Ctrl-C ends the search, and the result so far is returned.
+    Every second batch, up to eight of them, is held back to judge the models that the other batches make. All presets
+    are tried first, from the smallest models up, until a preset meets the floor. Then costlier variants of smaller
+    models are tried: other methods of calibration, `improve` by "fast", and by "best". Models whose bytes differ by at
+    most 15 % count as one size: among them the model with the least error is taken. Presets that the files of the
+    target cannot hold are not tried. Ctrl-C ends the search, and the result so far is returned.
 
     Args:
-        model: in float; it stays as it is.
+        model: the float model; it is not changed.
         batches: as for `calibrate`; they are kept as a list.
         target: the engine that will run it, by its name in `fakequant.known_engines()`, which decides what is
             tried; errors and metrics are those of its arithmetic where that is known. None tries weights alone.
-        floor: the least metric that is good enough, by default 99 % of the float model's; without a metric the least
-            signal over the error of the output in dB, by default 20 dB, an error of 1 % of the output's energy.
+        floor: the least metric that is good enough, by default 99 % of the float model's metric. Without a metric: the
+            least signal-to-error ratio of the output in dB, by default 20 dB (1 % of the output's energy).
         metric: called as metric(model), larger is better. It should use none of the batches.
         presets: names of presets to try, in place of the target's.
         inputs, forward, mask: as for `calibrate`.

@@ -46,7 +46,7 @@ class Score:
         loss: the squared error of the model's output if only this layer is quantized, as a share of its energy.
         bits: the bits of the weight with its scales; 0 where an earlier layer holds the same parameter.
         operations: bit operations of one pass over the first batch: multiply-accumulates times the bits of the weight
-            times the bits of the input, 32 where it stays in float.
+            times the bits of the input; a tensor in float has 32.
     """
 
     loss: float
@@ -119,9 +119,9 @@ class Scores:
         layers: scores by layer and choice.
         weights: how many weights each layer has; 0 where an earlier layer holds the same parameter.
         ties: groups of layers that get the same choice, because they read the same tensor or hold the same parameter.
-        arriving: by layer and choice, the error of the output in random directions [samples].
+        arriving: the errors of the output in random directions [samples], by layer and choice.
         products: how many multiply-accumulates each layer has for the first batch.
-        why_float: why other layers with weights have no scores, and stay in float, by their path.
+        why_float: why other layers with weights have no scores, and stay in float; by path.
         in_float: bytes of all parameters that stay in float, by the path of the module that holds them.
         computed: layers whose weight is computed; the parameters from which it is computed stay in float.
     """
@@ -155,7 +155,7 @@ class Scores:
         )
 
     def curve(self, over: str = "bits") -> list[Allocation]:
-        """The best mix for every size, from the smallest to the largest; none is larger and worse than another.
+        """The best mix for every size, from small to large; each larger mix has a smaller loss.
 
         Mixes are chosen by the sum of the scores, and then the loss of each mix is predicted, as by `predict`. The
         choice is the multiple-choice knapsack, solved exactly by dynamic programming over sizes. Sizes are counted in
@@ -227,8 +227,8 @@ class Scores:
                 have 8 bits.
 
         Raises:
-            ConfigError: not exactly one budget, one that is no positive number, or none of the mixes fits it
-                (names the nearest).
+            ConfigError: not exactly one budget, a budget that is not a positive number, or no mix that fits it (the
+                nearest is named).
         """
         if sum(budget is not None for budget in (bits, size, loss, operations)) != 1:
             raise ConfigError("give one budget: bits= per weight, size= in bytes, loss=, or operations= per product")
@@ -280,7 +280,7 @@ def _stay_in_float(why_float: Mapping[str, str]) -> list[str]:
 
 
 def check_budget(name: str, value: Any, *, any_number: bool = False) -> None:
-    """Raise ConfigError unless a budget is None or a number from 0 on; with `any_number`, any number except NaN."""
+    """Raise ConfigError unless a budget is None or a number >= 0; with `any_number`, only NaN is refused."""
     if value is None:
         return
     number = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
@@ -329,9 +329,9 @@ def _logits(outputs: Any, axis: int | None) -> Tensor:
 def losses_alone(
     model: nn.Module, quantized: Mapping[str, nn.Module], layers: Sequence[str], loss: Metric, progress: bool | None
 ) -> dict[tuple[str, str], Tensor]:
-    """By layer and choice, errors [layers] whose mean square is the increase of a loss by quantizing only this layer.
+    """Errors [layers] by layer and choice; their mean square is the increase of the loss by quantizing only this layer.
 
-    The smaller loss(model), the better. A layer that lowers the loss counts as 0.
+    `loss(model)` is a number, smaller is better. A layer that lowers the loss counts as 0.
     """
     with evaluating(model):
         before = measured(loss, model)
@@ -356,13 +356,13 @@ def arriving_errors(
     quantized: Mapping[str, nn.Module],
     batches: KeptBatches,
 ) -> dict[tuple[str, str], Tensor]:
-    """By layer and choice, the error of the output in random directions [samples]; its mean square is the loss.
+    """Errors of the output in random directions [samples] by layer and choice; their mean square is the loss.
 
     The loss is a share of the output's energy; for several outputs it is the mean share.
 
     Raises:
-        CalibrationError: an output holds NaN, or a gradient does (numbers the batch).
-        ConfigError: no output depends on a layer by a gradient, or all are 0.
+        CalibrationError: an output or a gradient holds NaN; the number of the batch is named.
+        ConfigError: no output has a gradient to a layer, or all outputs are 0.
     """
     parts: dict[tuple[str, str], list[Tensor]] = {(layer, name): [] for layer in layers for name in quantized}
     outputs = Distance()  # values that are infinite, as those of a mask are, have no error
@@ -400,7 +400,7 @@ def _add_errors(
     parts: dict[tuple[str, str], list[Tensor]],
     drawn: tuple[int, Mapping[Place, float]],
 ) -> None:
-    """Append to `parts` a batch's errors of outputs in random directions; `drawn` is a seed and outputs' factors."""
+    """Append a batch's errors of outputs in random directions to `parts`; `drawn` is a seed and a factor per output."""
     seed, weights = drawn
     calls: list[tuple[dict[tuple[str, str], Tensor], Tensor]] = []
 
@@ -445,7 +445,7 @@ def _add_errors(
 
 @torch.no_grad()
 def _error(layer: nn.Module, x: Tensor) -> Tensor:
-    """The change of a layer's output for a float input by quantizing the layer; 0 if it stays in float."""
+    """The change of a layer's output when it is quantized, for a float input; 0 for a layer in float."""
     if not isinstance(layer, QuantizedLayer) or layer.weight_quantizer is None:
         return torch.zeros((), device="cpu")
     (product,) = layer.products()
@@ -473,17 +473,17 @@ def scores(
     With `measure` the model runs with each layer and choice alone instead, and the losses of a mix add up.
 
     Args:
-        model: in float; it stays as it is.
-        batches: what a data loader gives; a few are enough.
+        model: the float model; it is not changed.
+        batches: as from a data loader; a few are enough.
         choices: names of presets.
         measure: "kl", the divergence from the float model's logits [..., classes]; ("kl", 1) where axis 1 has the
-            classes, as in maps [N, classes, H, W]; or called as measure(model), smaller is better, such as 1 less an
-            accuracy. Losses of `Scores` and `Allocation` are then the increase of the measure.
+            classes, as in maps [N, classes, H, W]; or a function called as measure(model), smaller is better, such as 1
+            - accuracy. Losses of `Scores` and `Allocation` are then the increase of the measure.
         inputs, forward, progress: as for `calibrate`.
 
     Raises:
         ConfigError: an unknown preset or measure, no preset, or a model without linear layers and convolutions.
-        CalibrationError: no batches, or an output with NaN (numbers the batch).
+        CalibrationError: there are no batches, or an output holds NaN (its batch is named).
 
     >>> torch.manual_seed(0).initial_seed()
     0
@@ -504,7 +504,7 @@ def _scores(
     measure: Metric | str | tuple[str, int] | None = None,
     progress: bool | None = None,
 ) -> Scores:
-    """The same as `scores`, of batches that are kept already."""
+    """As `scores`, for batches that are stored already."""
     choices = [choices] if isinstance(choices, str) else [*choices]
     if not choices:
         raise ConfigError('choices is empty; give names of presets, such as ["INT8", "INT4_GROUP32"]')
@@ -573,12 +573,12 @@ def _scores(
 
 
 def _parameter(layer: nn.Module) -> nn.Parameter | None:
-    """The weight of a layer; None where the weight is no parameter."""
+    """The weight of a layer; None if the weight is not a parameter."""
     return layer._parameters.get("weight")
 
 
 def _left(model: nn.Module, reached: Sequence[str], recording: Recording) -> dict[str, str]:
-    """By path, why a layer with a weight of two axes or more has no scores."""
+    """The reason for each layer that has a weight with two or more axes but no scores, by path."""
     matrices = {
         name: module
         for name, module in model.named_modules()
@@ -617,9 +617,9 @@ def verify(
     """Measure the error of the model's output with each allocation; returns the allocations with `measured`.
 
     Args:
-        model: in float; it stays as it is.
-        batches: every second one, up to eight, is held back and measures; the others calibrate. A single one does both.
-        allocations: such as points of `Scores.curve`.
+        model: the float model; it is not changed.
+        batches: every second batch, up to eight, only measures; the others calibrate. A single batch does both.
+        allocations: the allocations to measure, such as those of `Scores.curve`.
         inputs, forward, progress: as for `calibrate`.
     """
     given = Batches(batches, "verify", inputs=inputs, forward=forward, progress=progress).kept()
@@ -655,7 +655,7 @@ def search(  # noqa: PLR0913  all but the first three by name
     """Choose a preset for each layer under one budget: the mix with the least error of the model's output.
 
     Args:
-        model: in float; it stays as it is.
+        model: the float model; it is not changed.
         batches: a few are enough. Every second batch, up to eight, is held back to measure the error; the others
             calibrate and choose. A single batch does both.
         choices: names of presets.
@@ -665,16 +665,16 @@ def search(  # noqa: PLR0913  all but the first three by name
             float.
         loss: the largest predicted error of the output, as a share of its energy; the smallest mix within it is taken.
         metric: called as metric(model), larger is better; only with `floor`.
-        floor: the least metric; the smallest mix that keeps it is taken, by about ten measurements.
+        floor: the least metric; the smallest mix with at least this metric is taken, after about ten measurements.
         inputs, forward, progress: as for `calibrate`.
 
     Returns:
         The mix with its measured error; `fakequant.prepare(model, mix.config())` applies it.
 
     Raises:
-        ConfigError: not exactly one budget, one that is no number, a floor without a metric, or nothing fits
-            (names the nearest).
-        CalibrationError: no batches, or the model fails on one (names it, and the layer).
+        ConfigError: not exactly one budget, a budget that is not a number, a floor without a metric, or no mix that
+            fits (the nearest is named).
+        CalibrationError: there are no batches, or the model fails on a batch (the batch and the layer are named).
 
     >>> torch.manual_seed(0).initial_seed()
     0

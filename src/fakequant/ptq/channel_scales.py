@@ -48,7 +48,7 @@ def tolerance_of(x: Tensor) -> float:
 class OutputCheck(OutputDistance):
     """Compares a model's output with its output before the changes.
 
-    A ConfigError if two runs give different outputs, or an output holds NaN, inf or no floats.
+    Raises ConfigError if two runs give different outputs, or an output holds NaN, inf or no floats.
     """
 
     def __init__(self, model: nn.Module, batches: KeptBatches) -> None:
@@ -74,14 +74,14 @@ class OutputCheck(OutputDistance):
             return self.batches.run_first(self._model)
 
     def difference(self) -> float:
-        """The norm of the error of an output, as a share of the output's norm: the largest of all outputs."""
+        """The largest error of an output: its norm as a share of the output's norm."""
         with exact_products():
             return max(self.of(self._model).shares.values(), default=0.0) ** 0.5
 
     def keep(
         self, changes: Sequence[T], make: Callable[[Sequence[T]], R], restore: Restore
     ) -> tuple[R, list[tuple[T, str]]]:
-        """Make all changes if the output stays; otherwise try each change alone, and keep what preserves the output.
+        """Make all changes if the output stays; otherwise try each alone, and keep those that preserve the output.
 
         Returns the result of `make`, and each rejected change with the reason.
         """
@@ -99,7 +99,7 @@ class OutputCheck(OutputDistance):
         return make(kept), left
 
     def why_not(self) -> str | None:
-        """The reason to reject the model's present state, or None."""
+        """Why the model's present state must be rejected; None if the output is preserved."""
         found = self.difference()
         if found <= self._allowed:
             return None
@@ -113,8 +113,8 @@ class FoldedScale:
 
     Attributes:
         layer: the path of the layer.
-        into: the path of the module that holds the scale now; "" where the layer keeps it.
-        note: why the layer keeps the scale; "" where it does not.
+        into: the path of the module that got the scale; "" if the layer keeps it.
+        note: why the layer keeps the scale; "" if it does not.
     """
 
     layer: str
@@ -146,12 +146,12 @@ def fold_scales(
     folding would change the function; a transform that is more than a scale stays. Ranges and codes stay.
 
     Args:
-        model: prepared, with channel scales such as `fakequant.ptq.improve` chooses.
-        batch: what a data loader gives.
+        model: a prepared model with channel scales, as `fakequant.ptq.improve` chooses them.
+        batch: one batch of a data loader.
         inputs, forward: as for `calibrate`.
 
     Raises:
-        ConfigError: a float or sharded model, or one whose output is not the same in a second run, or is not finite.
+        ConfigError: the model is in float or sharded, or its output differs in a second run or is not finite.
 
     The model is unchanged after any error or interrupt.
 
@@ -258,7 +258,7 @@ _FORMS: tuple[_Form, ...] = (lambda weight, scale: weight * scale, lambda weight
 
 
 def _forms(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, _Form]:
-    """Map each normalisation to the item of `_FORMS` that scales its output; omit it if no item does."""
+    """For each normalisation, the item of `_FORMS` by which its output can be scaled; without one, it is left out."""
     calls, hooks, found = dict[nn.Module, tuple[LayerCall, Any]](), list[Any](), dict[nn.Module, _Form]()
 
     def see(maker: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -282,7 +282,7 @@ def _forms(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, _F
 
 
 def _is_scaled(found: Tensor, before: Tensor, scale: Tensor) -> bool:
-    """Whether `found` is `before` with scaled channels, which are the last or the second axis."""
+    """Whether `found` is `before` with its channels scaled; channels are the last or the second axis."""
     for axis in {before.dim() - 1, 1} & {*range(before.dim())}:
         if before.shape[axis] == len(scale) and found.shape == before.shape:
             wanted = before.double() * scale.double().view(-1, *(1 for _ in before.shape[axis + 1 :]))
@@ -339,7 +339,7 @@ class EqualizedPair:
         layer: the path of the layer that makes the channels.
         readers: the paths of the layers that read the channels.
         factor: the largest factor by which a channel is multiplied or divided.
-        note: why the pair stays; "" where it has new scales.
+        note: why the pair keeps its weights; "" if it has new scales.
     """
 
     layer: str
@@ -353,7 +353,7 @@ class Equalization:
     """The result of `equalize`; prints as a table.
 
     Attributes:
-        before: the error of the quantized model's output, as a share of the output's energy, without new scales; of
+        before: the error of the quantized model's output without new scales, as a share of the output's energy; for
             several outputs the mean share.
         after: the same error with new scales.
         pairs: what happened to each pair.
@@ -393,12 +393,12 @@ def equalize(
 
     Args:
         model: a float model; call this after `fuse_batch_norm` and before `prepare`.
-        batch: what a data loader gives.
+        batch: one batch of a data loader.
         config: the preset or the rules with which the model will be prepared.
         inputs, forward: as for `calibrate`.
 
     Raises:
-        ConfigError: a prepared or sharded model, or one whose output is not the same in a second run, or is not finite.
+        ConfigError: the model is prepared or sharded, or its output differs in a second run or is not finite.
 
     The model is unchanged after any error or interrupt.
 

@@ -61,7 +61,7 @@ class InputChoice(NamedTuple):
     Attributes:
         transform: None where no transform was chosen.
         params: the new scales of the quantizer; None where they stay.
-        left: by step, the share of the error of the layers' outputs that is left after the step.
+        left: the share of the error of the layers' outputs that is left after each step.
     """
 
     transform: InputTransform | None
@@ -80,7 +80,7 @@ class InputChoice(NamedTuple):
 
     @classmethod
     def of(cls, values: Mapping[str, Any], product: MatrixProduct) -> InputChoice:
-        """The inverse of `values`, on the device of a product's weight."""
+        """The choice from its `values`, on the device of a product's weight."""
         transform, params, left = None, values["input"], value_of(values["left"], "left", dict[str, float])
         if values["transform"] is not None:
             kind, options, state = values["transform"]
@@ -93,8 +93,8 @@ class ChosenLayersFolder:
     """The chosen layers of a run, one file for each; files are written whole or not at all.
 
     Args:
-        folder: None keeps nothing.
-        run: what the run depends on, by name, as texts. A folder that holds another run is refused.
+        folder: the folder; None stores nothing.
+        run: what the run depends on, as texts by name. A folder of another run is refused.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, run: Mapping[str, str]) -> None:
@@ -105,7 +105,7 @@ class ChosenLayersFolder:
                 self._read(path)
 
     def get(self, number: int, name: str, product: MatrixProduct) -> tuple[InputChoice, Choice] | None:
-        """The stored choices of the number-th layer, None if there is no file; a CheckpointError if it is damaged."""
+        """The stored choices of layer `number`; None without a file. Raises CheckpointError if the file is damaged."""
         if self._folder is None or not (path := self._path(self._folder, number)).exists():
             return None
         found = self._read(path)
@@ -129,7 +129,7 @@ class ChosenLayersFolder:
             raise CheckpointError(f"{path} is damaged: {error}; remove it, and its layer is chosen again") from error
 
     def put(self, number: int, name: str, own: InputChoice, choice: Choice) -> None:
-        """Store the choices of the number-th layer in a file."""
+        """Store the choices of layer `number` in a file."""
         if self._folder is None:
             return
         values = {
@@ -175,7 +175,7 @@ class ChosenLayersFolder:
 
 
 def remove_finished(folder: Path) -> None:
-    """Remove the layers that a run of `improve` keeps in a folder, and the folder if nothing else is in it."""
+    """Remove the files of layers that `improve` stored in a folder, and the folder if nothing else is in it."""
     with suppress(OSError):
         remove_abandoned(folder)
         for path in folder.glob(f"*{_SUFFIX}"):
@@ -198,7 +198,7 @@ _OUTPUT = "output in float, by an attribute of the model, inputs= or forward="
 
 
 def run_of(model: nn.Module, batches: KeptBatches, steps: Iterable[str] = ()) -> dict[str, str]:
-    """By name, texts and digests of all that a run of `improve` or `compare` depends on.
+    """Texts and digests of everything on which a run of `improve` or `compare` depends, by name.
 
     The output of the first batch stands for attributes, functions and buffers that are in no state dict.
 
@@ -251,13 +251,13 @@ class ChoicesForSiblings(NamedTuple):
 
     @classmethod
     def of(cls, stage: Stage, wanted: Stage | None, choices: Mapping[str, Choice]) -> ChoicesForSiblings:
-        """The choices that the inputs of a `Stage` led to, and the calls of the stage if there are choices."""
+        """The `choices` that were made from the inputs of a `Stage`, with its calls if there are choices."""
         if not choices:
             return cls({}, None, {})
         return cls(dict(stage.calls), None if wanted is None else dict(wanted.calls), choices)
 
     def choice(self, stage: Stage, wanted: Stage | None, processes: Ranks) -> Choice | None:
-        """The choice made ahead for the layer of a stage; None without one, or if a process sees other inputs."""
+        """The choice that was made ahead for a stage's layer; None if there is none, or a process sees other inputs."""
         if stage.name not in self.choices:
             return None
         is_same = _are_same(self.calls, stage.calls) and _are_same(self.wanted, wanted and wanted.calls)
@@ -283,8 +283,8 @@ class Collector:
     """Chooses the input and the weight of a layer at its `Stage`: the moment when all batches wait before the layer.
 
     Args:
-        processes: choose weights together; the first alone chooses transforms and ranges of inputs.
-        halves: keep sums for two halves of the rows even if there are many; up to 2,048 columns.
+        processes: the processes that choose weights together; the first alone chooses transforms and ranges of inputs.
+        halves: whether to keep sums for two halves of the rows even if there are many rows; up to 2,048 columns.
     """
 
     def __init__(
@@ -366,7 +366,7 @@ class Collector:
         return [] if first.is_stack else [name for name in everywhere[0] if all(name in own for own in everywhere)]
 
     def inputs(self, stage: Stage) -> dict[int, list[tuple[Tensor, ...]]]:
-        """A layer's unquantized inputs without masked tokens, for each call, by the number of the batch."""
+        """A layer's inputs before quantization, without masked tokens: a list of calls by the number of the batch."""
         layer = self._layers[stage.name]
 
         def unmasked(inputs: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
@@ -416,7 +416,7 @@ class Collector:
             set_params(group, chosen.params)
 
     def _take_same_input(self, stage: Stage) -> list[MatrixProduct]:
-        """The layers that share the input of a stage's layer; [] if it cannot be chosen, or was decided earlier."""
+        """The layers that share the input of a stage's layer; [] if the input cannot change, or was chosen before."""
         layer, names = self._layers[stage.name], self._siblings.get(stage.name, [stage.name])
         if stage.name in self._with_input:
             return []
@@ -491,7 +491,7 @@ class Collector:
         yield self._with_drift(stage, calls, seen, found if is_whole else {})
 
     def _sums(self, stage: Stage, calls: Sequence[_Call], reads: tuple[int, ...]) -> _ReadSums:
-        """The `InputSums` of the input tensors at the places `reads`, without a `Drift`."""
+        """The `InputSums` of the input tensors with the indices `reads`, without a `Drift`."""
         product, firsts = self._layers[stage.name], [reads.index(read) for read in reads]
         seen = sum(call.rounded[reads[0]].numel() for call in calls) if reads else 0
         is_few = any(self._processes.all(seen < ENOUGH_ROWS * product.columns**2))
@@ -515,7 +515,7 @@ class Collector:
     def _with_drift(
         self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums, added: Mapping[int, Tensor]
     ) -> InputSums:
-        """The sums with the `Drift` of their rows; without a drift if the float model has unrelated rows."""
+        """The sums with the `Drift` of their rows; without it, if the rows of the float model are unrelated."""
         product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
         weight = product.tensor.detach()
         groups, columns = product.groups * parts.count, product.columns // parts.count

@@ -47,8 +47,8 @@ class Comparison:
     """The result of `compare`; prints as a table, the best first.
 
     Attributes:
-        rows: by falling metric, without a metric by rising error; failed rows come last.
-        float_metric: the metric of the model in float; None without one.
+        rows: the results, the best metric first, or without a metric the least error; failed rows come last.
+        float_metric: the metric of the float model; None without a metric.
         float_milliseconds: the time of one forward pass of the first batch by the model in float.
         metric: the name of the metric.
         negated: whether the metric is shown negated, because smaller is better.
@@ -116,7 +116,7 @@ class Comparison:
         return html_result(self._header, rows, numbers=range(3, len(_HEADER)))
 
     def plot(self, path: str | os.PathLike[str], over: str = "bits") -> Path:
-        """Draw the metric, without one the error, over bits per weight or over time, into an image file.
+        """Draw the metric (the error if there is no metric) over bits per weight or over time, into an image file.
 
         A line joins the rows of `curve`.
 
@@ -181,7 +181,7 @@ def checked_picture(path: str | os.PathLike[str], over: str) -> Path:
 
 
 def check_axis(over: str) -> None:
-    """Raise if `over` is none of "bits" and "milliseconds"."""
+    """Raise ConfigError unless `over` is "bits" or "milliseconds"."""
     if over not in _AXES:
         raise ConfigError(f"over must be one of {', '.join(map(repr, _AXES))}, got {over!r}")
 
@@ -191,7 +191,7 @@ def _cost(row: Compared) -> float:
 
 
 def best_first(row: Compared) -> tuple[bool, float]:
-    """A key for sorting; rows that failed come last."""
+    """A sort key that puts the best row first, and failed rows last."""
     return bool(row.failed), _cost(row)
 
 
@@ -208,7 +208,7 @@ USUAL_WAYS = Ways()
 
 
 def presets_for(target: str | None) -> Sequence[str]:
-    """The presets that `compare` tries by default: those of the target, else those of `USUAL_WAYS`.
+    """The presets that `compare` tries by default: those of the target, or those of `USUAL_WAYS` without a target.
 
     >>> presets_for("qnn")
     ['INT8_AFFINE']
@@ -234,11 +234,11 @@ def compare(  # noqa: PLR0913  all but the first three by name
     """Quantize copies of a model in many ways, and measure the error and the cost of each.
 
     Args:
-        model: in float; it stays as it is.
-        batches: every second one, up to eight, is held back and judges; the others calibrate and improve the copies of
+        model: the float model; it is not changed.
+        batches: every second batch, up to eight, is held back to judge; the others calibrate and improve the copies of
             the model. A single batch does both.
         ways: names of presets, or `Ways(presets, methods, steps)`: presets without static inputs run with the first
-            method alone; steps are those of `improve`, "best" or "fast", None for none.
+            method alone; steps are those of `improve`, "best" or "fast", or None to leave it out.
         metric: called as metric(model), larger is better; also for the float model.
         target: the engine that will run the model, by its name in `fakequant.known_engines()`: it places quantizers,
             `ways` are its presets by default, and errors and metrics are those of its arithmetic where that is known.
@@ -252,7 +252,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
     Raises:
         ConfigError: an unknown preset, method, steps or target, a file of another model, batches or metric, or
             `forward` with a target that places quantizers, which needs an example.
-        CalibrationError: no batches, or the model in float gives NaN for one or fails on it (names it, and the layer).
+        CalibrationError: no batches, or the float model gives NaN or fails on a batch (the batch and layer are named).
         OutputError: the file cannot be written; raised before the work.
 
     If one way fails, its row has the reason, and the others run.

@@ -31,8 +31,8 @@ def reestimate_batch_norm(
     batches. Each normalisation is set before later ones run, so that their inputs are computed with final statistics.
 
     Args:
-        model: prepared and calibrated; its normalisations are not merged into convolutions.
-        batches: what a data loader gives; they are kept as a list and run side by side.
+        model: a prepared and calibrated model whose normalisations are not merged into convolutions.
+        batches: as from a data loader; they are stored in a list and run side by side.
         inputs, forward: as for `calibrate`.
 
     Returns:
@@ -40,7 +40,7 @@ def reestimate_batch_norm(
 
     Raises:
         ConfigError: the model has no batch normalisation with statistics.
-        CalibrationError: no batches, a single position, or an input with NaN or inf (names the layer).
+        CalibrationError: there are no batches, or one position alone, or NaN or inf in an input (the layer is named).
 
     The model is unchanged after any error or interrupt.
 
@@ -96,7 +96,7 @@ class _Sums:
         self.mean = self.squares = torch.zeros((), device="cpu")
 
     def add(self, x: Tensor) -> None:
-        """Add all positions of x [n, channels, ...]; merged as by Chan et al., which avoids cancellation."""
+        """Add all positions of x [n, channels, ...], as Chan et al. merge sums, which avoids cancellation."""
         if not bool(x.isfinite().all()):
             raise CalibrationError("an input holds NaN or inf; leave the batch out")
         rows = x.double().movedim(1, -1).reshape(-1, x.shape[1])

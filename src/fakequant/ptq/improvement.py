@@ -84,8 +84,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
     the error. To find these layers, the batches that judge run once more for each of up to 16 parts of the layers.
 
     Args:
-        model: prepared, and calibrated if its inputs are quantized.
-        batches: what a data loader gives; a few hundred examples. They are kept as a list.
+        model: a prepared model; calibrated, if its inputs are quantized.
+        batches: as from a data loader, a few hundred examples; they are stored in a list.
         steps: "best", "fast" (without "rotate", "damping" and "descend"), or names of `fakequant.ptq.STEPS`.
         inputs, forward, mask: as for `calibrate`.
         checkpoint: a folder that stores the choices, layer after layer. After a kill, the same call reads them and
@@ -171,12 +171,12 @@ def improved(  # noqa: PLR0913  all but the first five by name
     progress: bool | None = None,
     undo: list[Restore] | None = None,
 ) -> Improvement:
-    """Choose the weights of a model or a block; unlike `improve`, do not raise scales that are too small for a bias.
+    """Choose the weights of a model or a block. Unlike `improve`, scales too small for an int32 bias are not raised.
 
     Args:
-        floats: the batches of the float model, by the same numbers, if they differ from those of the quantized model.
-        undo: a list that gets a function, as its first item, that restores the weights after an error; None: no such
-            function is made, and the error of the output is not measured.
+        floats: the batches for the float model, in the same order, if it needs other batches than the quantized model.
+        undo: a list to which a function is added that restores the weights after an error; with None there is no such
+            function, and the error of the output is not measured.
     """
     names = {path: own.row_name(path) for path, own in weights.items()}
     with evaluating(model), exact_products(), torch.no_grad():
@@ -223,7 +223,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
 def judge_of(
     model: nn.Module, held_out: HeldOut, recorded: CallOrder, processes: Ranks, metric: Metric | None = None
 ) -> OutputJudge:
-    """The judge of choices on held-back batches; if a process has none, batches that choose only measure the error."""
+    """The judge on held-back batches. If a process has none, all batches measure the error, and nothing is undone."""
     is_apart = all(processes.all(bool(held_out.held)))
     why_not = None if recorded.outputs_repeat else NOT_REPEATED
     batches = held_out.held if is_apart else held_out.measuring
@@ -282,10 +282,10 @@ class _LayerLoop:
 
 
 def _with_drift(recorded: CallOrder, processes: Ranks) -> tuple[list[str], list[str]]:
-    """The layers that can use the step "drift", and notes that say why others cannot.
+    """The layers that can use the step "drift", and notes on why the others cannot.
 
-    When a layer is chosen, all its calls but the last have run with weights rounded to nearest. So the drift of later
-    inputs is measured with other weights than the final ones.
+    When a layer is chosen, all its calls but the last have run with weights rounded to nearest. So their drift would be
+    measured with other weights than the final ones.
     """
     if not all(processes.all(recorded.outputs_repeat)):
         return [], [f'"drift" was left out: {NOT_REPEATED}']
@@ -306,7 +306,7 @@ def _digests(weights: Mapping[str, Product], processes: Ranks) -> dict[str, str]
 
 
 def check_same(processes: Ranks, values: Mapping[str, str], difference: str) -> None:
-    """Raise ConfigError if the processes differ in values or in their order, and name the first layer that differs."""
+    """Raise ConfigError if processes have other values, or in another order; the first layer that differs is named."""
     own = [*values.items()]
     for rank, others in enumerate(processes.all(own)):
         if others != own:
@@ -335,7 +335,8 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
 def _looked_at(
     model: nn.Module, weights: Mapping[str, Product], batches: KeptBatches
 ) -> tuple[dict[str, MatrixProduct], CallOrder, dict[nn.Parameter, str], Improvement]:
-    """Run all batches; returns weights to choose, their calls, fixed parameters with reasons, rows of other weights."""
+    """Run all batches; returns the weights to choose, their calls, parameters with reasons to stay, rows of the
+    others."""
     layers = {path: own for path, own in weights.items() if isinstance(own, MatrixProduct) and not _why_not(own, {})}
     recorded = call_order(model, layers, batches)
     fixed = fixed_parameters(model, recorded.first)
@@ -362,7 +363,7 @@ def _looked_at(
 
 
 def _states(products: Iterable[MatrixProduct]) -> dict[nn.Module, Restore]:
-    """By layer, a function that restores the layer, its weights and their biases to their present values."""
+    """For each layer, a function that restores the present values of the layer, its weights and their biases."""
     beside: dict[nn.Module, set[nn.Parameter]] = {}
     for own in products:
         held = (own.parameter, own.bias[0])
@@ -373,7 +374,7 @@ def _states(products: Iterable[MatrixProduct]) -> dict[nn.Module, Restore]:
 
 
 def _why_not(product: Product, fixed: Mapping[nn.Parameter, str]) -> str | None:
-    """The reason why no values are chosen for a weight; None if values are chosen."""
+    """Why no values are chosen for a weight; None if values are chosen."""
     if not product.is_matrix:
         return f"{_NO_STEPS} {product.kind}"
     if product.parameter is None:

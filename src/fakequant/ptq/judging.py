@@ -48,7 +48,7 @@ _PARTS = 16
 
 
 def helps(before: Tensor, after: Tensor, sure: float) -> bool:
-    """Whether rows' errors fall: their sum does not rise, and their mean log ratio falls by `sure` standard errors."""
+    """Whether errors of rows fall: their sum does not rise, and the mean log ratio falls by `sure` standard errors."""
     if before.shape != after.shape or not bool(after.isfinite().all()):
         return False
     changed = before != after
@@ -81,10 +81,10 @@ class _Measured(NamedTuple):
 
 
 class OutputJudge:
-    """Measures the error of a model's output, and its metric, before and after changes; undoes what does not help.
+    """Measures the error of a model's output, and the metric, before and after changes; undoes those that do not help.
 
     Args:
-        is_apart: whether changes were chosen without these batches; else their error is measured, and does not judge.
+        is_apart: whether the changes were made without these batches; if not, their error undoes nothing.
         metric: called as metric(model), larger is better; None without a metric.
 
     Raises:
@@ -121,10 +121,10 @@ class OutputJudge:
     def keep_what_helps(
         self, changed: Mapping[nn.Module, Restore], state: Callable[[nn.Module], Restore] = lambda own: state_of([own])
     ) -> set[nn.Module]:
-        """Undo the changes of modules if they do not help together, then make again those parts that help.
+        """Undo the changes of modules if they do not help together; then make those parts again that help alone.
 
         Args:
-            changed: by module, in the order of the changes, a function that restores its state before all changes.
+            changed: for each module, in the order of the changes, a function that undoes its changes.
 
         Returns:
             The modules whose changes were undone.
@@ -222,7 +222,7 @@ def remarks_of(layers: Iterable[LayerResult]) -> list[str]:
 
 
 def _layers_by(said: Iterable[tuple[str, Iterable[str]]]) -> dict[str, str]:
-    """By text, the names of the layers that have it, joined to one text."""
+    """For each text, the names of the layers that it is about, joined with commas."""
     found: dict[str, list[str]] = {}
     for layer, texts in said:
         for text in texts:
@@ -236,8 +236,8 @@ class Improvement:
 
     Attributes:
         layers: a result for each layer.
-        before: the error of the model's output on the batches that judge, as a share of its energy, of several outputs
-            the mean share; None where it was not measured.
+        before: the error of the model's output on the batches that judge, as a share of its energy (for several outputs
+            the mean share); None if it was not measured.
         after: the same error with the chosen values.
         notes: what else was decided, as sentences.
         judged: on which batches the error of the model's output was measured, as text.
@@ -332,7 +332,7 @@ class Improvement:
 
 
 def joined_result(results: Sequence[LayerResult]) -> LayerResult:
-    """The mean of the results of several matrices of a weight, leaving out matrices without rows."""
+    """The mean of the results of a weight's matrices; matrices without rows do not count."""
     seen = [one for one in results if one.steps or one.before]
     if len(seen) < 2:
         return next(iter(seen), results[0])

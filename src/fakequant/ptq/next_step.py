@@ -48,7 +48,7 @@ _BLOCKS = "MXFP4", "NVFP4"
 
 
 def kinds_of(target: str | None) -> Sequence[Sequence[str]]:
-    """The presets to try for a target, by how its engine multiplies, see `Engine`; for None, presets of weights alone.
+    """The presets to try for a target, grouped by how its engine multiplies (see `Engine`); for None, weights alone.
 
     >>> kinds_of("vllm")
     (('W8A8_DYNAMIC', 'FP8_DYNAMIC'), ('INT4_GROUP128',))
@@ -60,7 +60,7 @@ def kinds_of(target: str | None) -> Sequence[Sequence[str]]:
 
 
 def rivals(names: Iterable[str]) -> set[str]:
-    """All presets that any engine lists in the same kind as one of these presets.
+    """All presets that an engine lists in the same kind as one of these presets, these included.
 
     >>> sorted(rivals(["W8A8_DYNAMIC"]))
     ['FP8_DYNAMIC', 'W8A8_DYNAMIC']
@@ -71,7 +71,7 @@ def rivals(names: Iterable[str]) -> set[str]:
 
 
 def unknown_gain(name: str | None, presets: Iterable[str]) -> str:
-    """A sentence that names the presets by which an engine is not known to gain; "" if all are known, or for None.
+    """A sentence on presets for which no gain in the engine `name` is known; "" if all are known or `name` is None.
 
     >>> unknown_gain("sglang", ["FP8_DYNAMIC"])
     ''
@@ -95,7 +95,7 @@ _MOST = 0.5
 
 
 def static_inputs(model: nn.Module) -> dict[str, Quantizer]:
-    """The quantizers of inputs whose ranges come from calibration, by path, without those that are off."""
+    """The input quantizers that are on and whose ranges come from calibration, by path."""
     return {
         name: one
         for name, one in quantizers(model).items()
@@ -104,7 +104,7 @@ def static_inputs(model: nn.Module) -> dict[str, Quantizer]:
 
 
 def methods_of(held: Iterable[Quantizer]) -> list[str]:
-    """The calibration methods with default options that reproduce all quantizers' scales; the used method comes first.
+    """The calibration methods that, with default options, give all these quantizers their scales; the used one first.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8")
     >>> used = calibrate(model, [torch.randn(64, 4)], "entropy")
@@ -127,7 +127,7 @@ def methods_of(held: Iterable[Quantizer]) -> list[str]:
 
 
 def weight_methods_of(model: nn.Module) -> list[str | None]:
-    """A list with the first method that reproduces the weights' scales, [None] for the default; [] if none does."""
+    """A list with the first method that gives the weights their scales (None: the default); [] if none does."""
     held = {path: one for path, one in quantized_weights(model).items() if one.quantizer.scale is not None}
     try:
         tensors = {path: fresh_weight(one, path).detach() for path, one in held.items()}
@@ -150,7 +150,7 @@ def weight_methods_of(model: nn.Module) -> list[str | None]:
 
 
 def keeps_enough(quantizer: Quantizer, method: str) -> bool:
-    """Whether the calibration data that a quantizer keeps suffice to compute its range by a method."""
+    """Whether the data that a quantizer stored in calibration suffice for the range of another method."""
     return _calibrator(quantizer, method) is not None
 
 
@@ -178,7 +178,7 @@ class Provenance:
 
     @property
     def relatives(self) -> list[Config]:
-        """Other presets with as many bits: first those with the same weights, then `rivals` of any of these."""
+        """Other presets with as many bits: those with the same weights first, then all `rivals` of these."""
         own = self.preset.layer_rules[0]
         rules = {one: rule for one in presets().values() if _bits(rule := one.layer_rules[0]) == _bits(own)}
         same = [one for one, rule in rules.items() if rule.weight == own.weight and rule.input != own.input]
@@ -186,7 +186,7 @@ class Provenance:
         return [*same, *(one for one, rule in rules.items() if rule.weight != own.weight and one.name in names)]
 
     def code(self, preset: Config | None = None, skip: tuple[str, ...] = (), model: str = "float_model") -> str:
-        """The code of a call of `prepare` by this preset or another; `skip` lists more layers that stay in float."""
+        """The code of a call of `prepare` with this or another preset; layers in `skip` stay in float, too."""
         name, left = (preset or self.preset).name.lower(), [*self.skip, *skip]
         return f'model = fq.prepare({model}, "{name}"{f", skip={left}" if left else ""})'
 
@@ -236,13 +236,13 @@ def _bits(rule: Rule) -> list[int]:
 
 
 def requantize(model: nn.Module, preset: Config) -> None:
-    """Give all quantized layers of a model the quantizers of a preset, without ranges, in place."""
+    """Replace the quantizers of all quantized layers by those of a preset, without ranges, in place."""
     for path, layer in quantized_layers(model).items():
         requantize_layer(layer, rule_of(preset, layer), path)
 
 
 def requantize_layer(layer: QuantizedLayer, rule: Rule, path: str) -> None:
-    """Give a quantized layer the quantizers of a rule, without ranges, in place."""
+    """Replace the quantizers of a layer by those of a rule, without ranges, in place."""
     configs = configs_of(type(layer), layer, rule)
     for attribute, quantizer in quantizers_of(type(layer), layer, configs, path).items():
         setattr(layer, attribute, quantizer)
@@ -279,7 +279,7 @@ class AdviceContext:
         metric: called as metric(model), larger is better.
         score: the metric of the model.
         improved: whether `improve` already chose the weights.
-        arguments: what `calibrate` takes besides the batches, as text for the code, such as ", inputs=0".
+        arguments: the further arguments of `calibrate` as text for the code, such as ", inputs=0".
         call: the positional and keyword arguments of a call of the model; None if they are not known.
         command: returns the command that makes the model with other arguments (preset=, method=, improve=, float=,
             rule=, folds=); None where the code is Python.
@@ -394,7 +394,7 @@ class _Changes:
         recalibrate(self.model, self._seen[key], method or self.method or DEFAULT_METHOD)
 
     def of_ranges(self) -> Iterator[Change]:
-        """Changes of the method or the preset, which give other ranges: they cost no bytes, and little time."""
+        """Changes of the method or the preset. They change ranges, cost no bytes and take little time."""
         yield from self.of_methods()
         yield from self.of_presets()
 
@@ -471,7 +471,7 @@ class _Changes:
             yield Change(what, self._code(self._anew(code), folds=True), make, Aim.ENGINE)
 
     def of_layers(self) -> Iterator[Change]:
-        """A change of weights by `improve`; then the worst layers to float, except a layer with half of all weights."""
+        """The change by `improve`; then the worst layers to float, but no layer with half of all weights."""
         if not self.fresh:
             return
         if quantized_weights(self.model):
@@ -497,7 +497,7 @@ class _Changes:
                 yield Change(f"Leave {path} in float", code, make)
 
     def of_size(self) -> Iterator[Change]:
-        """Changes that give a large layer the weight format of the other layers, or INT8, if its own has more bits."""
+        """Changes that give a large layer with more bits the weight format of the other layers, or INT8."""
         sizes = dict[str, tuple[int, int]]()  # elements and bits of layers that are quantized, or could be
         for path, layer in self.model.named_modules():
             elements = bits = 0
@@ -545,7 +545,7 @@ class _Changes:
             )
 
     def _code(self, python: str, **changed: Any) -> str:
-        """The code of a change: a command line for a user of the command line, else Python."""
+        """The code of a change: a command if the user works on the command line, else Python."""
         return python if self.known.command is None else self.known.command(**changed)
 
     def _anew(self, code: str, *, dynamic: bool = False) -> str:

@@ -62,7 +62,7 @@ def learnable_weights(block: nn.Module, fixed: frozenset[nn.Parameter] = frozens
 
 
 class LearnedWeight:
-    """A weight with learned rounding and learned factors of ranges; `mode` says how it is rounded, None: to nearest."""
+    """A weight with learned rounding and learned factors of ranges; `mode` is the kind of rounding (None: nearest)."""
 
     def __init__(self, weight: Product, mode: Literal["offset", "relaxed"] | None) -> None:
         parameter = weight.parameter
@@ -95,7 +95,7 @@ class LearnedWeight:
         return library.fake_quantize(x, params, self.spec)
 
     def params(self) -> QParams:
-        """The quantizer's parameters with the learned factors; its old parameters if all factors are 1."""
+        """The quantizer's parameters times the learned factors; its present parameters if all factors are 1."""
         factor = self.factor.detach()
         if bool((factor == 1).all()):
             return self._params
@@ -145,8 +145,8 @@ _REGULARIZER = 10.0  # its weight, where the first loss counts as 1 for every va
 class Preset:
     """What a block learns.
 
-    A learning rate is given as the distance that a value goes if all steps have one direction. Rates of steps by sign
-    fall linearly to 0; rates of Adam are constant.
+    A learning rate is given as the distance that a value covers if all steps go in the same direction. Rates of steps
+    by sign fall linearly to 0; rates of Adam are constant.
 
     Args:
         rounding: "offset": each weight moves by up to half of a step before it is rounded (AutoRound); "relaxed": each
@@ -206,7 +206,7 @@ def reconstruct_block(
         block: a prepared module, calibrated if its inputs are quantized.
         inputs: positional and keyword arguments of its calls.
         targets: for each call the first float tensor of the output that is wanted.
-        preset: one of `PRESETS`, or one of your own.
+        preset: a name in `PRESETS`, or a `Preset`.
         iterations: how many steps.
         seed: the seed of the order.
         fixed: parameters that must stay as they are.
@@ -215,7 +215,7 @@ def reconstruct_block(
         The loss before and after, as shares of the mean square of the targets.
 
     Raises:
-        ConfigError: an unknown preset, or numbers of inputs and targets that differ.
+        ConfigError: an unknown preset, or different numbers of inputs and targets.
         CalibrationError: the loss is not finite.
 
     The block is unchanged after any error or interrupt.
@@ -396,11 +396,11 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     several times, this block and all later ones learn the output of the float block for quantized inputs.
 
     Args:
-        model: prepared, and calibrated if its inputs are quantized.
-        batches: what a data loader gives; they are kept as a list and run side by side.
+        model: a prepared model; calibrated, if its inputs are quantized.
+        batches: as from a data loader; they are stored in a list and run side by side.
         blocks: names of modules; by default those of `find_blocks`.
         preset: "autoround", "omniquant", "brecq", "lsq", or a `Preset` of your own.
-        iterations: for each block; one takes one batch.
+        iterations: the number of steps for each block; a step takes one batch.
         inputs, forward: as for `calibrate`.
         judge: batches that only judge the result, as for `improve`.
         seed: the seed of the order of batches.
@@ -413,7 +413,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
 
     Raises:
         ConfigError: an unknown preset or block, blocks inside of others, or a model without quantized weights.
-        CalibrationError: no batches, inputs that are not calibrated, or an error that is not finite (names the block).
+        CalibrationError: no batches, inputs without calibration, or an error that is not finite (the block is named).
 
     The model is unchanged after any error or interrupt.
 
@@ -545,7 +545,7 @@ def _targets(
 
 
 def _is_alike(one: Stage, other: Stage) -> bool:
-    """Whether the inputs of a block in two models have the same shapes, and rows that are related."""
+    """Whether the inputs of a block in two models have the same shapes and differ little."""
     gap = size = 0.0
     for own, seen in zip(one.all_calls, other.all_calls, strict=True):
         firsts, seconds = (float_tensors((call.args, call.kwargs)) for call in (own, seen))

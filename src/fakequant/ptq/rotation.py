@@ -28,7 +28,7 @@ from fakequant.text import listed, table
 
 @dataclass(eq=False)
 class Residual:
-    """A residual stream: tensors with the same channels, which are sums of the results of some modules, its makers.
+    """A residual stream: tensors with the same channels, each a sum of the results of some modules, the makers.
 
     Attributes:
         makers: linear layers, convolutions, embeddings and parameters whose results are added up.
@@ -80,7 +80,7 @@ def follow(model: nn.Module, recording: Recording) -> Streams:
 
 
 class _Value(NamedTuple):
-    """The residual stream that a tensor of a run belongs to, and the module that made the tensor."""
+    """A tensor's residual stream, the normalisation that it comes from, and data on attention heads."""
 
     group: Residual
     norm: nn.Module | None = None
@@ -112,7 +112,7 @@ class _StreamWalk:
         return group
 
     def read(self, value: int, what: str) -> None:
-        """Note a reader of a value that keeps the value from being rotated."""
+        """Record a reader that prevents the rotation of a value; `what` describes it."""
         if (known := self._values.get(value)) is not None:
             self.root(known.group).read_by.append(what)
             self._drop_heads(known)
@@ -172,7 +172,7 @@ class _StreamWalk:
             self.read(value, f"torch.{name}")
 
     def _result(self, name: str, call: FunctionCall, known: list[int]) -> _Value | None:
-        """The _Value of a function's result; None if a rotation cannot be followed through the function."""
+        """The `_Value` of a function's result; None if the function does not preserve rotations."""
         if has(name, Trait.CHANNELS):
             others = [value for value in call.inputs if value != known[0]]
             divides = name == "div" and "input" not in call.operands  # `1 / x`
@@ -243,7 +243,7 @@ class Rotated:
         width: the size of the rotation.
         makers: the paths of the layers and parameters that make the values.
         readers: the paths of the layers that multiply them.
-        note: why the values are not rotated; "" where they are.
+        note: why the values are not rotated; "" if they are.
     """
 
     what: str
@@ -290,15 +290,15 @@ def rotate(
 
     Args:
         model: a float model; call this before `prepare`.
-        batch: what a data loader gives.
+        batch: one batch of a data loader.
         kind: "hadamard": with random signs, times a random rotation where the width is no power of two; or "random".
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
         inputs, forward: as for `calibrate`. If the model also returns a cache of keys and values, let `forward` return
             the output alone: rotated heads change the cache.
 
     Raises:
-        ConfigError: an unknown kind, a prepared or sharded model, or one whose output is not the same in a second run,
-            or is not finite.
+        ConfigError: an unknown kind, or a model that is prepared or sharded, or whose output differs in a second run or
+            is not finite.
 
     The model is unchanged after any error or interrupt.
 
@@ -426,7 +426,7 @@ class _Rotation:
 
 
 def _turn(parameters: Iterable[tuple[nn.Parameter, int]], matrix: Tensor) -> None:
-    """Multiply an axis of each parameter by a matrix, block by block if the axis is longer; float64, rounded once."""
+    """Multiply the axis of each parameter by a matrix, in blocks of its size, in float64 and rounded once."""
     for parameter, axis in parameters:
         rows = parameter.detach().double().movedim(axis, -1).unflatten(-1, (-1, len(matrix)))
         turned = rows @ matrix.to(parameter.device)
@@ -484,7 +484,7 @@ class _Form(NamedTuple):
 
 
 def _form_of(norm: nn.Module, width: int) -> _Form | None:
-    """The form of a normalisation; None for another width, or if it does not commute with rotations at gain 1.
+    """The gain and shift of a normalisation; None for another width, or if it would not commute with rotations.
 
     A LayerNorm commutes with rotations if the mean of its input is 0. Other classes are tried with random inputs.
     """

@@ -1,9 +1,9 @@
 """Run a model once over all batches, and stop it before each layer: no blocks to find, no tracing, linear time.
 
-Every batch runs in a thread of its own, and one thread runs at a time. A thread waits before the last call of a layer
-until the others are there too: this is a stage. Then the inputs that the layer gets from all batches are known, the
-caller changes the layer, and the threads go on from where they are. Without threads each layer would need a run from
-the start, or kept inputs of its block, which must be found first.
+Every batch has its thread, and one thread runs at a time. A thread waits before the last call of a layer until the
+others are there too: this is a stage. Then the inputs that the layer gets from all batches are known, the caller
+changes the layer, and the threads go on from where they are. Without threads each layer would need a run from the
+start, or kept inputs of its block, which must be found first.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class LayerCall(NamedTuple):
     """The arguments of one call of a layer.
 
     Attributes:
-        writes: how often the first argument was written in place before the call; None where torch does not count.
+        writes: how often the first argument was written in place before the call; None if torch does not count writes.
         autocast: the device type and the dtype of autocast around the call; None where it is off.
-        bins: by value that chooses ranges, such as a timestep, the bins of this call.
+        bins: the bins of this call, by the value that chooses ranges, such as a timestep.
     """
 
     args: tuple[Any, ...]
@@ -102,7 +102,7 @@ class ResidualInput(NamedTuple):
 
 
 def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str, ResidualInput]:
-    """For each layer whose result is added to a value of the same shape, where the run shows that value.
+    """For each layer whose result is added to a value of the same shape, the place where a run shows this value.
 
     Args:
         layers: the paths of modules, by the names of layers.
@@ -140,7 +140,7 @@ def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str,
 
 
 def _added_to(recording: Recording, value: int) -> int | None:
-    """If `value` is read once, to add it to a value of the same shape, the number of that value; else None."""
+    """The number of the value to which `value` is added, if that is the only use of `value`; else None."""
     shape = recording.values[value].shape
     while len(calls := recording.consumers.get(value, ())) == 1:
         (call,) = calls
@@ -206,9 +206,9 @@ class CallOrder:
     Attributes:
         order: the layers in the order of their last calls.
         counts: for each batch, how often it calls each layer.
-        siblings: by layer, the layers that get the same tensor as their first argument in every call, in order.
+        siblings: for each layer, the layers that get the same first argument in every call, in order.
         first: the run of the first batch.
-        starts: by number of a batch, a function that restores kept values and random numbers as before its run.
+        starts: by number of a batch, a function that restores the model's state and random numbers from before its run.
         outputs_repeat: whether a second run of the first batch gives the same outputs.
     """
 
@@ -341,7 +341,7 @@ class Stage(NamedTuple):
         return [call for calls in self.calls.values() for call in calls]
 
     def is_like(self, other: Stage | None) -> bool:
-        """Whether another stage is of the same layer, with the same number of calls of each batch."""
+        """Whether another stage is of the same layer, and each batch has called the layer as often."""
         if other is None or self.name != other.name or self.calls.keys() != other.calls.keys():
             return False
         return all(len(calls) == len(other.calls[number]) for number, calls in self.calls.items())
@@ -354,7 +354,7 @@ def check_side_by_side(
     recorded: CallOrder,
     see: Callable[[Stage], object] = id,
 ) -> None:
-    """Run the first two batches side by side; a ConfigError if their results are not those of the recorded runs."""
+    """Run the first two batches side by side; raises ConfigError if results differ from those of the recorded runs."""
     results: dict[int, Any] = {}
 
     def store(model: nn.Module, numbered: tuple[int, Any]) -> None:
@@ -380,10 +380,10 @@ def check_side_by_side(
 
 
 class Stream:
-    """The stages of one run over all batches; a context, because threads wait in it.
+    """The stages of one run over all batches. It is a context, because threads wait in it.
 
     Args:
-        batches: all of them stay in memory, with what their forward pass needs at a stage.
+        batches: the batches; all stay in memory, with the tensors of their forward passes.
         recorded: the order of calls of the same model with these batches, or more.
 
     >>> from fakequant.ptq.stream import call_order
@@ -581,9 +581,9 @@ class FloatTwin:
     """Iterates over the first stage of each layer in the quantized model, with its stage in the float model or None.
 
     Args:
-        parts: by the name of a layer, the module whose parameters the caller changes at the stage.
-        with_float: the layers that get a stage of the float model, which does not run if there are none.
-        floats: the batches of the float model, by the same numbers, if they differ from `batches`.
+        parts: the module whose parameters the caller changes at a stage, by the name of the layer.
+        with_float: the layers that need a stage of the float model; without any, the float model does not run.
+        floats: the batches for the float model, in the same order, if they differ from `batches`.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ _WORTH = 1.25
 
 
 class Variant(NamedTuple):
-    """A way to quantize a model: a preset, a method of calibration, and steps of `improve`, "" for none."""
+    """A way to quantize a model: a preset, a method of calibration, and steps of `improve` ("": no steps)."""
 
     preset: str
     method: str = DEFAULT_METHOD
@@ -62,16 +62,16 @@ class Compared:
 
     Attributes:
         preset: the name of the preset.
-        method: of calibration.
-        steps: of `improve`; "" for none.
-        error: of the model's output, as a share of its energy; the mean of several outputs; NaN if none are floats.
+        method: the method of calibration.
+        steps: the steps of `improve`; "" without steps.
+        error: the error of the output as a share of its energy; the mean of several outputs; NaN without float outputs.
         metric: the user's metric; None without a metric.
-        bits: per quantized weight, with scales.
-        bytes: of the quantized weights.
-        milliseconds: of one forward pass of the first batch, with integers where layers can compute in them
+        bits: the bits per quantized weight, with scales.
+        bytes: the bytes of the quantized weights.
+        milliseconds: the time of one forward pass of the first batch, on integers where layers can
             (`set_execution(model, "auto")`); other layers simulate, which is slower than float.
-        seconds: to prepare, calibrate and improve.
-        failed: why there are no figures; "" where there are.
+        seconds: the time to prepare, calibrate and improve.
+        failed: why there are no figures; "" if there are.
         worst: of several outputs the one with the largest error, and this error.
     """
 
@@ -108,7 +108,7 @@ class Compared:
 
 
 def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
-    """The rows of a file of `compare`; `lines` follow the header. A ConfigError for a damaged line."""
+    """The rows of a file of `compare`; `lines` follow its header. Raises ConfigError for a damaged line."""
     rows = []
     for number, line in enumerate(lines, 2):
         try:
@@ -119,9 +119,9 @@ def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
 
 
 def kept_rows(file: Path, fingerprint: str, *, negated: bool = False) -> dict[Variant, Compared]:
-    """By variant, the rows of a file; a new file gets a header: the fingerprint, and whether metrics are shown negated.
+    """The rows of a file, by variant. A new file gets a header: the fingerprint, and whether metrics are shown negated.
 
-    The last line may be cut off by a kill. A ConfigError if the file has another fingerprint, or is damaged.
+    The last line may be cut off by a kill. Raises ConfigError if the file has another fingerprint or is damaged.
     """
     header = json.dumps({"fingerprint": fingerprint} | ({"negated": True} if negated else {}))
     with output_errors(file):
@@ -151,7 +151,7 @@ class Preparation(NamedTuple):
 
     Attributes:
         inputs: which part of the example the model gets.
-        target: the engine that runs the models; None for none.
+        target: the engine that runs the models; None if no engine is chosen.
         folds: whether batch normalisations are folded into the layers before them first.
     """
 
@@ -166,7 +166,7 @@ class Preparation(NamedTuple):
     ) -> Preparation:
         """A Preparation with the first batch as the example, or without an example if `forward` calls the model.
 
-        A ConfigError for `forward` with an engine that places quantizers.
+        Raises ConfigError for `forward` with an engine that places quantizers.
         """
         placed, example, folds = places(target), None, False
         if forward is not None and placed:
@@ -183,7 +183,7 @@ class Preparation(NamedTuple):
         return cls(example, inputs, target, folds)
 
     def target_for(self, preset: str | Config) -> str | None:
-        """The target for a preset; None if the engine places quantizers, but the preset has no static inputs."""
+        """The target for a preset; None if the engine places quantizers and the preset has no static inputs."""
         return self.target if not places(self.target) or has_static_inputs(preset) else None
 
 
@@ -299,7 +299,7 @@ class Aim(Enum):
     ENGINE = "what the engine computes, and not clearly more error"
 
     def allows(self, error: float, size: float) -> bool:
-        """Whether a change may help; `error` and `size` are multiples of those before the change."""
+        """Whether a change may reach its aim; `error` and `size` are multiples of the values before the change."""
         if self is Aim.SIZE:
             return error <= ALIKE and size <= CLEARLY
         return error < CLEARLY and size <= _WORTH if self is Aim.ERROR else error <= 1 / CLEARLY
@@ -319,12 +319,12 @@ class Tried:
     """The result of a change.
 
     Attributes:
-        what, code: of the change.
-        after: the error of the output, as a share of its energy.
-        bytes: of all weights, quantized or not.
+        what, code: the description and the code of the change.
+        after: the error of the output after the change, as a share of its energy.
+        bytes: the bytes of all weights, quantized or not.
         metric: the user's metric, measured if the change lowers the error; None otherwise.
-        failed: why there are no figures; "" where there are.
-        helps: whether the change reaches its aim, and the metric is no less.
+        failed: why there are no figures; "" if there are.
+        helps: whether the change reaches its aim, and does not lower the metric.
         by_chance: whether the error falls, but not with the batches exchanged, or on no more rows than by chance.
     """
 
@@ -343,14 +343,14 @@ class NextStep:
     """The changes tried on a model, and the one that helps most.
 
     Attributes:
-        error: of the output before each change, as a share of its energy; of several outputs the mean share. If
-            changes were tried, static ranges come from the batches that make the changes.
-        bytes: of all weights, quantized or not.
+        error: the error of the output before each change, as a share of its energy; for several outputs the mean share.
+            If changes were tried, static ranges come from the batches that make the changes.
+        bytes: the bytes of all weights, quantized or not.
         judged: the batches that judged, as a part of a sentence.
-        little: whether little is lost, so that nothing was tried against the error.
+        little: whether the error is small, so that no change was tried that lowers it.
         tried: the results of the changes, in their order.
         best: the index of the change to take; None if none helps, or none was needed.
-        metric: before each change; None without a metric.
+        metric: the metric before each change; None without a metric.
     """
 
     error: float
@@ -379,12 +379,12 @@ class ChangeTrials:
     with the batches exchanged: ranges may fit the largest values of some batches by chance.
 
     Args:
-        model: each change leaves it as it was, also after an error or an interrupt.
+        model: a quantized model, which is restored after each change, also after an error or an interrupt.
         metric: called as metric(model), larger is better, for changes that help by the error of the output.
 
     Attributes:
-        error: of the output before each change, as a share of its energy.
-        bytes: of all weights before each change.
+        error: the error of the output before each change, as a share of its energy.
+        bytes: the bytes of all weights before each change.
     """
 
     def __init__(
@@ -401,7 +401,7 @@ class ChangeTrials:
 
     @property
     def judges(self) -> bool:
-        """Whether the model has an error to lower: integer outputs and NaN have none."""
+        """Whether the model has an error to lower: integer outputs and NaN have no error."""
         return self._outputs.has_outputs and not any(bool(y.isnan().any()) for y in self._outputs.wanted)
 
     def take_ranges_by(self, ranges: Callable[[KeptBatches], object]) -> None:

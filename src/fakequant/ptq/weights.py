@@ -24,7 +24,7 @@ COMPUTED = "forward computes the weight, several functions read it, or it is no 
 
 
 def prepared_weights(model: Any, caller: str) -> dict[str, Product]:
-    """The quantized weights of a model, by the path of their quantizer; a ConfigError if there are none."""
+    """The quantized weights of a model, by the path of their quantizer. Raises ConfigError if there are none."""
     check_model(model, caller, f"{caller}(model, batches)")
     refuse_sharded(model, f"call {caller} on")
     refuse_stored(model, f"call {caller} on")
@@ -37,7 +37,7 @@ def prepared_weights(model: Any, caller: str) -> dict[str, Product]:
 
 
 def calibrated_weights(model: Any, caller: str) -> dict[str, Product]:
-    """As `prepared_weights`; raises CalibrationError if an input has no range, or a weight holds NaN or inf."""
+    """Like `prepared_weights`, but raises CalibrationError if an input has no range, or a weight holds NaN or inf."""
     weights = prepared_weights(model, caller)
     active = {name: own for name, own in quantizers(model).items() if own.mode is not Mode.OFF}
     if missing := [name for name, quantizer in active.items() if quantizer.needs_calibration]:
@@ -52,7 +52,7 @@ def calibrated_weights(model: Any, caller: str) -> dict[str, Product]:
 
 
 def computed_weights(model: nn.Module, weights: Container[str]) -> list[str]:
-    """The paths of weight quantizers of functions whose weight is no single parameter, such as `self.weight.T`."""
+    """The paths of quantizers of functions' weights that are not a single parameter, such as `self.weight.T`."""
     return [path for path, own in quantizers(model).items() if own.kind is Kind.WEIGHT and path not in weights]
 
 
@@ -60,7 +60,7 @@ def fixed_parameters(model: nn.Module, recording: Recording) -> dict[nn.Paramete
     """The parameters that no algorithm may change, because more than one layer reads them, each with the reason.
 
     Args:
-        recording: of a run, which shows what reads a weight outside of its layer.
+        recording: the recording of a run, which shows other readers of weights.
 
     >>> from fakequant.model.run.outputs import record
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "INT8_WEIGHT_ONLY")

@@ -151,7 +151,7 @@ class _Tried:
     """The result of a step, and the error of its values, summed over parts of the outputs.
 
     Attributes:
-        values: returns the values of a slice of outputs; it computes them again where that is fast.
+        values: returns the values of a slice of outputs; they are computed again if that is fast.
         missed: `Problem.missed_mean` of each part; empty without a bias.
     """
 
@@ -191,7 +191,7 @@ SOLVERS: dict[str, Callable[[_Part], tuple[Tensor, float] | Tensor]] = {
 
 
 def _solved(problem: Problem, grid: WeightGrid, steps: Sequence[str]) -> dict[str, tuple[Tensor, float | None]]:
-    """By step, its values [groups, outputs, columns] and their error; None where the solver computes no error."""
+    """The values [groups, outputs, columns] of each step, and their error, None if the solver computes no error."""
     groups, outputs, _ = problem.weight.shape
     found: dict[str, list[Tensor]] = {step: [] for step in steps}
     losses = dict[str, float]()
@@ -232,9 +232,9 @@ def _is_few(sums: InputSums) -> bool:
 
 
 class _HeldOut:
-    """Judges the values that each half of the rows chose, by their error on the other half.
+    """Judges settings: each half of the rows chooses values, and the other half measures their error.
 
-    Half of the rows have twice the noise, so that they get twice the damping. A few outputs are enough to judge.
+    A half of the rows has twice the noise, and gets twice the damping. A few outputs are enough to judge.
 
     Args:
         nearest: the `WeightGrid` of the quantizer's present scales.
@@ -257,7 +257,7 @@ class _HeldOut:
         self._is_few = _is_few(sums)
 
     def best(self, steps: Sequence[str], solver: str, *, with_bias: bool) -> _How:
-        """The settings with the least error on the other half of the rows; with many rows, only dampings are tried."""
+        """The settings with the least error on the rows that did not choose; with many rows only dampings vary."""
 
         def rounded(_: InputSums, grid: WeightGrid) -> Tensor:
             return grid.nearest(self._weight.flatten(0, 1)).reshape(self._weight.shape)
@@ -283,7 +283,7 @@ class _HeldOut:
         return found._replace(damping=min(dampings, key=dampings.__getitem__))
 
     def _lost_by(self, how: _How) -> float:
-        """The error that a solver's values, chosen on each half of the rows, have on the other half."""
+        """The error on the other half of the rows, for values that a solver chose on each half."""
         assert how.damping is not None
         damping = 2 * how.damping
 

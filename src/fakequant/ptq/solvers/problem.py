@@ -127,7 +127,7 @@ class WeightGrid:
 
 
 def structured_zeros(weight: Tensor) -> Tensor | None:
-    """Where a weight [out, ...] has structured zeros, as those of pruning, bool [out, columns]; None if zeros are few.
+    """Where a weight [out, ...] has structured zeros, as after pruning, bool [out, columns]; None if zeros are few.
 
     >>> structured_zeros(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
     tensor([[ True, False],
@@ -252,13 +252,13 @@ class Problem:
         return None if self._pull is None else self._pull[group] * self.share
 
     def loss_of(self, solved: float, chosen: Tensor) -> float:
-        """The error of chosen values from `solved`, the solver's tr(E H E^T) + 2 tr(P E^T) with the P of `pull`."""
+        """The error of chosen values, from the solver's tr(E H E^T) + 2 tr(P E^T) (`solved`) with the P of `pull`."""
         if self._pull is not None:
             solved += 2 * (1 - self.share) * float(_inner(self._pull, self._error(chosen)))
         return max(solved + self._constant, 0.0)
 
     def missed_mean(self, chosen: Tensor) -> Tensor:
-        """The mean of the float output minus the mean of the output by chosen values [outputs of all groups]."""
+        """The mean of the float output less the mean of the output with chosen values [outputs of all groups]."""
         error = self.weight.double() - chosen.double().reshape(self._matrix_shape)
         missed = (error @ self.sums.mean()[:, :, None])[:, :, 0]
         if self.sums.drift is not None:
@@ -334,7 +334,7 @@ def _trace(matrix: Tensor, moments: Tensor) -> float:
 
 
 def mean_of_diagonal(moments: Tensor) -> Tensor:
-    """The mean of the diagonals: moments are divided by it to stay in the range of float32."""
+    """The mean of all diagonals, by which moments are divided to stay in the range of float32."""
     return moments.diagonal(dim1=-2, dim2=-1).mean().clamp(min=torch.finfo(torch.float64).tiny)
 
 
@@ -357,7 +357,7 @@ def ordered(moments: Tensor, unit: Tensor, order: Tensor) -> Tensor:
 
 
 def _inner(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of elementwise products of two tensors, in float64: first in rows, so that chunks change no bit."""
+    """The sum of elementwise products of two tensors in float64, first within rows, so that chunks change no bit."""
     size = max(library.at_once(one) // max(one.shape[-1], 1), 1)
     pairs = zip(one.flatten(0, -2).split(size), other.flatten(0, -2).split(size), strict=True)
     rows = [(x * y).sum(-1, dtype=torch.float64) for x, y in pairs]

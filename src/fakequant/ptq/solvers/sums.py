@@ -63,7 +63,7 @@ class Drift:
         Args:
             rows: the inputs of the layer.
             wanted: the inputs of the layer in the float model.
-            weight: of the layer, [groups, outputs, columns].
+            weight: the weight of the layer [groups, outputs, columns].
 
             Raises:
                 CalibrationError: `wanted` holds NaN or inf.
@@ -183,8 +183,8 @@ class InputSums:
         """Merge the sums of all processes of a group without the drift; each calls this, and gets the same bits.
 
         Args:
-            group: of torch.distributed.
-            device: of the layer, for the sums of a process without rows.
+            group: a process group of torch.distributed.
+            device: the device of the layer, for a process without rows.
         """
         seen = gather((self.count, (len(self.total), self.total.shape[1]) if self.count else None), group)
         shapes = [shape for _, shape in seen if shape is not None]
@@ -262,7 +262,7 @@ class HalvedSums:
             part.drift.add(own[0], own[1], weight, *own[2:])
 
     def _divided(self, *rows: Tensor) -> list[tuple[Any, ...]]:
-        """Tuples of a part and that part's rows of each tensor; a half that gets no rows is left out."""
+        """For each part of the sums, the part and its rows of each tensor; a half without rows is left out."""
         if len(self._parts) == 1:
             return [(self._parts[0], *rows)]
         middle, is_odd = divmod(rows[0].shape[1], 2)
@@ -344,7 +344,7 @@ def drift_share(sums: InputSums) -> float:
 
 
 def stacked(parts: Sequence[InputSums]) -> InputSums:
-    """A single InputSums [groups, ...] from those of groups that read different inputs.
+    """One InputSums [groups, ...] from the InputSums of groups that read different inputs.
 
     Each group is weighted as if it had as many rows as the largest group, so that its mean error counts.
     """

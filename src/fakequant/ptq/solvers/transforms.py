@@ -59,7 +59,7 @@ class Parts:
 
     @classmethod
     def of(cls, product: MatrixProduct) -> Parts:
-        """The parts of a product: one if all columns fit a matrix of sums, or a split would cut groups of a scale."""
+        """The parts of a product; one, if its sums are small enough or a split would cut groups of a scale."""
         shape, spec, columns = product.tensor.shape, product.quantizer.spec, product.columns
         if not product.takes_parts or product.groups > 1 or columns <= _WIDEST:
             return cls(1, shares_scales=True)
@@ -103,7 +103,7 @@ class Parts:
         return _each(params, lambda x: x[: len(x) // self.count] if self._shares else self.join(x))
 
     def tied(self, values: Tensor, reduce: Any) -> Tensor:
-        """Where parts share a scale, reduce values [parts * out, ...] over the parts, and repeat the result."""
+        """Reduce values [parts * out, ...] over parts that share a scale, and repeat the result for each part."""
         if self.count == 1 or not self._shares or len(values) == 1:
             return values
         return reduce(values.unflatten(0, (self.count, -1)), 0).repeat(self.count, *[1] * (values.dim() - 1))
@@ -220,7 +220,7 @@ def whole_range(inputs: Inputs, spec: QuantSpec) -> Range:
 
 
 def parts_of(batch: Sequence[Tensor]) -> Inputs:
-    """One batch as up to four: the input of every call is split along its first axis."""
+    """One batch as up to four batches: the input of every call is split along its first axis."""
     parts = [x.chunk(_SAMPLED) for x in batch]
     return [[own[place] for own in parts if place < len(own)] for place in range(max(map(len, parts)))]
 
@@ -231,7 +231,7 @@ def others_of(items: Sequence[T]) -> list[list[T]]:
 
 
 def sampled(count: int) -> range:
-    """The indices of the few batches that judge an input's range."""
+    """The indices of the few batches that judge the range of an input."""
     return range(0, count, max(1, count // _SAMPLED))
 
 
@@ -298,7 +298,7 @@ class Transformed(NamedTuple):
     Attributes:
         transform: None where no transform clearly lowers the error.
         before: the error of the layers' outputs with the range that the quantizer had.
-        after: the same with the transform and a new range.
+        after: the same error with the transform and a new range.
         params: the new range; None where there is no transform, or the quantizer is dynamic.
         step: the last of the steps that make the transform; "" where there is no transform.
     """
@@ -332,7 +332,7 @@ def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[s
 
     Args:
         layers: the layers that get the input; they change if a transform is found.
-        inputs: of each batch and call, [..., channels] or [n, channels, ...].
+        inputs: the inputs of each batch and call, [..., channels] or [n, channels, ...].
         steps: "smooth" divides channels by factors that the weights take over (SmoothQuant, arXiv 2211.10438), "rotate"
             multiplies blocks of features by a Hadamard matrix (QuaRot, arXiv 2404.00456). With both, the
                 rotation after the division is tried, too.
@@ -366,7 +366,7 @@ def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[s
 def _families(
     layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[str], found: Sequence[_Candidate]
 ) -> Iterator[list[_Candidate]]:
-    """A list of candidates for each kind, the cheapest at run time first; `found` has the winners so far."""
+    """Lists of candidates, one list per step, the cheapest at run time first; `found` has the best of each so far."""
     families = {step: made for step, make in TRANSFORMS.items() if step in steps and (made := make(layers, inputs))}
     yield from families.values()
     smoothing, rotations = families.get("smooth"), families.get("rotate")
@@ -471,7 +471,7 @@ class _Judge:
         """Tensors with the same range as the inputs by any scale per channel: the ends of channels, or all inputs."""
 
     def loss(self, transform: Callable[[int], InputTransform | None]) -> float:
-        """The squared error of the outputs; `transform` returns a batch's transform by its index, None for none."""
+        """The squared error of the outputs; `transform` returns the transform for a batch by its index, or None."""
         total, last, weights, ranges = 0.0, None, list[Tensor](), dict[int, Range]()
         quantizer = _quantizer(self._layers)
         spec = quantizer.spec
@@ -497,7 +497,7 @@ class _Judge:
         return total
 
     def keeps_function(self, transform: InputTransform) -> bool:
-        """Whether the outputs stay, up to rounding, with a transform and its inverse in the weights."""
+        """Whether the outputs stay the same, up to rounding, with a transform and its inverse in the weights."""
         weights = [transform.into_weight(layer.layer, layer.tensor) for layer in self._layers]
         for place, wanted in self._wanted.items():
             for x, outputs in zip(self._inputs[place], wanted, strict=True):
@@ -540,6 +540,6 @@ def _by(transform: InputTransform | None, x: Tensor) -> Tensor:
 
 
 def _ends(x: Tensor, axis: int) -> Tensor:
-    """The smallest and the largest value of each channel, as an input of two positions."""
+    """The smallest and the largest value of each channel, in the form of an input with two positions."""
     ends = x.movedim(axis, -1).flatten(0, -2).aminmax(dim=0)
     return torch.stack(ends).reshape(2, -1, *[1] * (-axis - 1))
