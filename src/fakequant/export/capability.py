@@ -75,10 +75,10 @@ class Style(str, Enum):
 
     @classmethod
     def parse(cls, text: str) -> Style:
-        """Return the style with a name.
+        """The style called `text`.
 
         Raises:
-            ExportError: an unknown name; the message offers the nearest.
+            ExportError: no style has this name; the message lists the nearest names.
 
         >>> Style.parse("standard")
         <Style.STANDARD: 'standard'>
@@ -157,7 +157,7 @@ class SiteRecord:
     clip: list[float] = field(default_factory=list)
 
     def seen_as(self, x: str, y: str) -> SiteRecord:
-        """The record with other names for x and y: the tensors that hold their values of all steps of a loop."""
+        """The record with new names for x and y; in a loop, these tensors hold the values of all steps."""
         return replace(self, x=x, y=y)
 
 

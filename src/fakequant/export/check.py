@@ -75,7 +75,7 @@ class Source:
 
     Attributes:
         constants: the constants of the file.
-        read_as: by the name of a float16 tensor, the name of its cast to float32, which the quantizer reads.
+        read_as: by the name of a float16 tensor, the name of its float32 copy, which the quantizer reads.
         names: the names of all tensors of the file.
         modules: the model's modules by path.
         tensors: the model's parameters and buffers by name.
@@ -149,7 +149,7 @@ class SiteCheck:
 
     @property
     def is_computed(self) -> bool:
-        """Whether the model computes the weight, so that only calls of the quantizer show it."""
+        """Whether the model computes the weight, so that it is known only when the quantizer is called."""
         return self.record.codes is not None and self._quantizer is not None and self._weight is None
 
     @property
@@ -163,7 +163,7 @@ class SiteCheck:
 
     @property
     def step(self) -> float | None:
-        """The largest scale of an activation with integers and constant scales, else None."""
+        """The largest scale of an activation that has an integer format and constant scales; else None."""
         if self.record.codes or self.record.parameters is not Parameters.CONSTANT:
             return None
         with self._fitting():
@@ -187,7 +187,7 @@ class SiteCheck:
         return math.prod(self._constants.constant(str(self.record.codes)).dims)
 
     def moved(self, generator: torch.Generator) -> Tensor:
-        """The weight plus rounding errors of random values of the weight's size, as if it had not been rounded."""
+        """The weight of the file plus random rounding errors of typical size, to stand for the float weight."""
         with self._fitting():
             weight, params = self._file_weight(torch.float32), self._file_parameters()
             others = weight * (1 - torch.rand(weight.shape, generator=generator, device="cpu") / 2)
@@ -196,7 +196,7 @@ class SiteCheck:
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:
-        """A context that turns errors of constants that do not fit each other into a VerificationError."""
+        """A context that raises VerificationError with a cure if constants do not fit each other."""
         try:
             yield
         except VerificationError:
@@ -231,7 +231,7 @@ class SiteCheck:
         self.row.differing += self._differing(actual, expected)
 
     def compare_weight(self, expected: Tensor, actual: Tensor) -> None:
-        """Compare a weight that the model computes, once: it is the same in every batch.
+        """Compare a weight that the model computes; done once, because it is the same in every batch.
 
         Raises:
             VerificationError: the shapes or dtypes belong to another model.
@@ -389,7 +389,7 @@ class Deployed:
             self._add(report.noise, plain, unrounded)
 
     def finish(self) -> None:
-        """Look for a setting that repairs what the default optimisations change, on the last batch."""
+        """Look for a setting that repairs what the default optimisations change; uses the last batch."""
         if self._batch is None or all(row.sqnr >= _NO_LOSS for row in self._report.optimised):
             return
         plain, unrounded, inputs = self._batch
@@ -551,9 +551,9 @@ class _Pass:
         spans: the comparisons to add to.
         values: the tensors of the file, piece by piece.
         bins: for ranges that depend on a value, the bins that the batch's values choose.
-        loose: modules whose calls are not all in the file, or not all in the model.
-        ours: torch's tensors at the places where an earlier run found large differences; with them, this run
-            changes last bits.
+        loose: modules that the model calls more or fewer times than the file.
+        ours: torch's tensors where an earlier run found large differences; if they are passed, this run changes last
+            bits.
     """
 
     def __init__(
@@ -587,7 +587,7 @@ class _Pass:
         return self._last
 
     def uneven(self) -> frozenset[nn.Module]:
-        """The modules whose number of calls is not the number of their quantizers in the file."""
+        """The modules that the model called more or fewer times than they have quantizers in the file."""
         left = {one for one, (place, _) in self._places.items() if place < len(self._spans.order[one])}
         return frozenset(self._extra | left)
 
@@ -724,7 +724,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """The largest difference of two tensors (inf if shapes differ), and the largest magnitude below masks."""
+    """The largest difference of two tensors (inf if shapes differ), and their largest magnitude except mask values."""
     if ours.shape != theirs.shape:
         return math.inf, 1.0
     if not ours.numel():

@@ -282,7 +282,7 @@ def _split(
 
 
 def _why_not(site: SiteRecord) -> str | None:
-    """The reason why encodings cannot describe a quantizer; None if they can."""
+    """Why encodings cannot describe a quantizer; None if they can."""
     spec = QuantSpec.parse(site.spec)
     fmt, is_weight = spec.format, site.codes is not None
     full = isinstance(fmt, IntegerFormat) and IntegerFormat.of(fmt.bits, signed=fmt.signed)

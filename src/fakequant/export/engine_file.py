@@ -34,7 +34,7 @@ class EngineFile:
         path: the file, or the folder of a package.
         engine: the program that ran the file, or read it, with its version.
         bytes: the size.
-        left: by the name of an operator that the engine's integer kernels do not compute, how often it occurs.
+        left: how often each operator occurs that the engine's integer kernels do not compute, by its name.
         outputs: the distance of each result for the example from the simulation's; empty if the engine cannot run here.
         notes: other comparisons, one sentence each.
     """

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def active_weights(model: nn.Module) -> list[Product]:
-    """The weights of layers that the file will contain quantized."""
+    """The weights of a model whose quantizers are on: the file stores them quantized."""
     return [weight for weight in quantized_weights(model).values() if weight.quantizer.mode is Mode.QUANTIZE]
 
 
@@ -94,7 +94,7 @@ _NEXT = "next_"
 
 
 def states(program: ExportedProgram) -> dict[str, str]:
-    """By the name of an input, its buffer: one that the model writes, and on whose earlier value its outputs depend.
+    """The buffers that the model writes and whose earlier value its outputs depend on, by the name of their input.
 
     Raises:
         ExportError: the model writes a constant tensor that is not a buffer.
@@ -168,7 +168,7 @@ def as_arguments(model: nn.Module, found: Mapping[str, str]) -> Iterator[dict[st
 
 
 def with_state(model: nn.Module, found: Mapping[str, str], dynamic_shapes: Any) -> Any:
-    """The dynamic shapes by name, to which every axis of the buffers is added as Dim.AUTO."""
+    """Dynamic shapes by name, with Dim.AUTO for every axis of the buffers in `found`."""
     if dynamic_shapes is None or not found:
         return dynamic_shapes
     if not isinstance(dynamic_shapes, Mapping):

@@ -72,7 +72,7 @@ def thresholds(index_of: Callable[[Tensor], Tensor], count: int, lowest: float =
 
 
 def _order(v: Tensor) -> Tensor:
-    """Map float32 numbers to integers in the same order; both zeros map to 0."""
+    """Map float32 numbers to integers of the same order; both zeros map to 0."""
     bits = v.view(torch.int32).long()
     return torch.where(bits < 0, -(bits & _SIGN), bits)
 

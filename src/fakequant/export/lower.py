@@ -144,7 +144,7 @@ def lower(
 
 
 def _identity(site: EmittedSite) -> tuple[Any, ...]:
-    """A key; quantizers with equal keys give one tensor the same result and share one pair of nodes.
+    """A key that is equal for quantizers that give the same result: these share one pair of nodes.
 
     Engines compute on integers only if all readers of a tensor read the same codes.
     """
@@ -157,7 +157,7 @@ def _identity(site: EmittedSite) -> tuple[Any, ...]:
 def _idle_bounds(
     site: EmittedSite, clip: NodeProto, own: NodeProto, readers: Sequence[NodeProto], outputs: Collection[str]
 ) -> list[float]:
-    """The bounds of a Clip that can be removed because its readers' codes end at the same bounds; else empty.
+    """The bounds of a Clip that does nothing, because its readers' codes end at the same bounds; else empty.
 
     torch writes a clamp with one bound that is an integer as Max or Min.
     """
@@ -259,7 +259,7 @@ def _dequantize(site: EmittedSite, codes: str, scale: str, zero_point: str | Non
 
 
 def _of_scales(site: EmittedSite, scale: ScaleNames) -> str:
-    """The part of a node's description that says how the scales are stored; "" for float32."""
+    """How scales are stored, as a part of a node's description; "" for float32."""
     element = site.encoding.scale
     if element is None:
         return ""

@@ -438,7 +438,7 @@ class Lowering:
         )
 
     def _call(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
-        """A node that calls an operator, with the metadata of a quantizer's node."""
+        """A node that calls an operator, with the metadata of the quantizer's node."""
         made = node.graph.call_function(target, args)
         values = [one.meta["val"] if isinstance(one, fx.Node) else one for one in args]
         with node.meta["val"].fake_mode:
@@ -446,7 +446,7 @@ class Lowering:
         return made
 
     def _constant(self, path: str, name: str, value: Tensor, node: fx.Node) -> fx.Node:
-        """The placeholder of a new buffer of the program."""
+        """Add a buffer to the program, and return its placeholder."""
         program, target = self._program, join(path, name)
         count = 0
         while target in program.state_dict or target in program.constants:

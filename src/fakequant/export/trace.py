@@ -55,7 +55,7 @@ _UNKNOWN = object()
 
 
 def fold_constants(program: ExportedProgram, targets: Container[Any]) -> None:
-    """Replace the first argument of the nodes with some targets by a constant, in place, if it depends on no input.
+    """Replace the first argument of each node that calls one of `targets` by a constant, if it depends on no input.
 
     Parameters, buffers and random values are not replaced.
     """
@@ -86,7 +86,7 @@ def fold_constants(program: ExportedProgram, targets: Container[Any]) -> None:
 
 
 def known_values(program: ExportedProgram, sources: Mapping[fx.Node, fx.Node]) -> Iterator[tuple[fx.Node, Tensor]]:
-    """Yield each reader whose source depends only on parameters, buffers and numbers, and the value of the source."""
+    """Yield each reader whose source depends on no input, with the value of the source."""
     known, written = _Known(program), written_inputs(program.graph)
     left = dict[fx.Node, fx.Node]()
     for reader, source in sources.items():
@@ -138,7 +138,7 @@ class _Known:
         self._owned = _memory(self.now)
 
     def values(self, readers: Mapping[fx.Node, fx.Node]) -> Iterator[tuple[fx.Node, Tensor]]:
-        """Yield each reader whose source is a known tensor, and the source's value at that point."""
+        """Yield each reader whose source is a known tensor, with the value of the source at that point."""
         for node in self._program.graph.nodes:
             value = self.now.get(readers[node]) if node in readers else None
             if isinstance(value, Tensor):
@@ -411,7 +411,7 @@ def _shape(value: torch.Tensor) -> list[Dimension]:
 
 
 def scope_of(node: fx.Node) -> str:
-    """The path of the module that made a node, "" for the model."""
+    """The path of the module that made a node, "" for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     return [path for path, _ in stack.values()][-1] if stack else ""
 

@@ -22,7 +22,7 @@ NO_BFLOAT16 = "ONNX Runtime has no bfloat16 kernels on the CPU: export the model
 
 
 class Watch:
-    """A copy of a model that also outputs intermediate tensors; `tensors` converts its results to torch."""
+    """A copy of a model that also outputs intermediate tensors; `tensors` converts its outputs to torch tensors."""
 
     def __init__(self, model: ModelProto, watched: Sequence[str]) -> None:
         from onnx import ModelProto, TensorProto, helper
@@ -225,7 +225,7 @@ class Span:
         return self.gap <= self.allowed and not self.missing
 
     def add(self, difference: float, largest: float, allowed: float) -> None:
-        """Add one comparison, in units of the tensor; the span shows the one with the largest difference / allowed."""
+        """Add one comparison, in units of the tensor; the span keeps the one with the largest difference / allowed."""
         if _ratio(difference, allowed) >= _ratio(self.gap, self.allowed):
             self.gap, self.allowed = (x / (largest or 1.0) for x in (difference, allowed))
 
@@ -446,7 +446,7 @@ class VerifyReport:
         return html_result(_HEADER, [_cells(row) for row in self.rows], self._lines(), numbers=(3, 4))
 
     def _lines(self) -> list[str]:
-        """The lines below the table."""
+        """The lines that are printed below the table of quantizers."""
         differing = f": {self.differing:,} elements differ" if self.differing else ""
         verdict = "exact" if self.exact and not self.faults else f"NOT exact{differing}"
         lines = [f"{self.path}: {verdict} in {self.runtime}; {self.counted}: {self.inputs}"]
@@ -477,7 +477,7 @@ class VerifyReport:
 
 
 def judged(deployed: Sequence[OutputRow], noise: Sequence[OutputRow]) -> list[tuple[OutputRow, OutputRow]]:
-    """The rows in pairs, for each output that is a finite float without rounding."""
+    """The pairs of rows (deployed, noise) of the outputs that are floats, and finite without rounding."""
     pairs = zip(deployed, noise, strict=False)
     return [pair for pair in pairs if pair[0].eps and pair[0].elements and math.isfinite(pair[1].noise)]
 

@@ -444,7 +444,7 @@ def _beside(
 
 
 def _outputs(model: nn.Module, batch: _Batch, values: Any, before: Restore, state: Sequence[str]) -> list[Tensor]:
-    """The outputs of the torch model, on the CPU, for values of a batch; first, `before` restores the model's state."""
+    """The outputs of the torch model for a batch, on the CPU; `before` first restores the model's state."""
     before()
     with evaluating(model), torch.no_grad():
         return [x.detach().cpu() for x in outputs_of(model, batch.run(model, values), state)]
