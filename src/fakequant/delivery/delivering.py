@@ -92,7 +92,7 @@ def parts_of(model: nn.Module, state: QuantizedState) -> list[Part]:
 
 
 def _quantizing(entries: Mapping[str, QuantizerEntry | None]) -> dict[str, TensorConfig]:
-    """The configurations of the quantizers that are not switched off, by name."""
+    """The configurations of the quantizers that are on, by name."""
     return {name: one.tensor for name, one in entries.items() if one is not None and one.mode is Mode.QUANTIZE}
 
 
@@ -135,7 +135,7 @@ def refuse(
 
 
 def _own_reason(part: Part, state: QuantizedState, unfixed: Collection[str], *, with_ranges: bool) -> str | None:
-    """The reason why no format can hold a part, or None; quantizers in `unfixed` lack the second-level scale."""
+    """Why no format can hold a part, or None; the quantizers in `unfixed` have no fixed second-level scale."""
     entry = None if part.call else state.layers[part.path]
     if entry is not None and entry.transform is not None:
         kind = entry.transform.kind
@@ -165,7 +165,7 @@ def _own_reason(part: Part, state: QuantizedState, unfixed: Collection[str], *, 
 
 
 def _nearest(format: DeliveryFormat, part: Part) -> str:
-    """The end of a message, with the preset that a format can hold and that is nearest to a layer's quantization."""
+    """The end of a message: the nearest preset to a layer's quantization that a format can hold."""
     if not part.weight:
         return "; leave it in float by Rule(pattern)"
     held: dict[str, tuple[bool, float, float]] = {}
@@ -254,7 +254,7 @@ def beside(model: nn.Module) -> tuple[Mapping[str, Content], list[str]]:
 
 
 def skipped(model: nn.Module, source: Path) -> dict[str, LazyTensor]:
-    """The tensors of a folder that the class of a model of transformers does not load, such as tensors of MTP layers.
+    """The tensors in a folder that the model's class does not load, such as those for multi-token prediction (MTP).
 
     The result is empty if the folder is quantized, or holds pickles.
     """
@@ -283,7 +283,7 @@ def digests(files: Mapping[str, Content]) -> dict[str, str]:
 
 
 def unchanged(folder: Path, files: Mapping[str, Content], written: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """The names of the files that may be written to a folder, and of the files that the user put there or changed.
+    """The names of files that may be written to a folder, and of files there that the user wrote or changed.
 
     `written` are the digests of the files that an earlier delivery wrote there.
     """
@@ -421,7 +421,7 @@ def files_of(state: QuantizedState, model: nn.Module, chosen: DeliveryFormat) ->
 
 
 def format_for(format: str | None, target: str | Engine | None) -> str:
-    """The name of the format, or of the format that the engine `target` loads; a ConfigError if there is none."""
+    """The name of the format, or of the format that the engine `target` loads; raises ConfigError without any."""
     if (format is None) is (target is None):
         raise ConfigError(f"give a format, such as {_CALL}, or the engine in its place: target='vllm'")
     if target is None:
@@ -444,7 +444,7 @@ def deliver_state(
     others: Mapping[str, LazyTensor] | None = None,
     progress: bool | None = None,
 ) -> Path:
-    """Write a state in a format, see `deliver`, and unchanged the tensors `others`, which the model does not load."""
+    """Write a state in a format, as `deliver` does, and with it the tensors `others`, which the model does not load."""
     target = Path(folder)
     name = target.name if chosen.suffix and target.suffix == chosen.suffix else ""
     files = files_of(state, model, chosen)
@@ -500,7 +500,7 @@ def refuse_replacing(chosen: DeliveryFormat, path: Path, names: Collection[str])
 
 
 def _refuse_others(chosen: DeliveryFormat, folder: Path, names: Collection[str]) -> None:
-    """Raise OutputError if a folder holds files of the user, or weights that a loader may take for this model's."""
+    """Raise OutputError if a folder has files of the user, or weights that a program may take for this model's."""
     if not chosen.suffix and (left := sorted({*weights_in(folder)} - {*names})):
         raise OutputError(
             f"cannot write to {folder}: it holds weights of another model, {listed(left)}, which programs may load "
@@ -593,7 +593,7 @@ def encode(
 
 
 def _wanted(state: QuantizedState, model: nn.Module, only: Collection[str], held: Collection[str]) -> set[str]:
-    """The names among `held`, names in files, that match `only`, with all weights that servers merge with them."""
+    """The names in `held` (names in files) that match `only`, and the weights that servers merge with them."""
     if wrong := [one for one in only if not isinstance(one, str)]:
         raise ConfigError(f"only= takes names of layers or tensors, got {shown(wrong[0])}")
     exact, patterns, used = {*only}, [one for one in only if _PATTERN & {*one}], set[str]()

@@ -47,7 +47,7 @@ def check_shard_size(limit: int) -> None:
 
 
 def sharded(files: Files, limit: int, beside: Mapping[str, str]) -> dict[str, Content]:
-    """Files whose tensors are in shards of at most `limit` bytes, and an index; headers hold the digests `beside`."""
+    """The files with their tensors in shards of at most `limit` bytes, and an index; headers store `beside`."""
     found: dict[str, Content] = {}
     for file, content in files.items():
         if not (file.endswith(".safetensors") and isinstance(content, Mapping)):
@@ -113,7 +113,7 @@ class Folder:
         return values
 
     def tensors(self) -> ShardedTensors:
-        """All tensors by name, from one file or from the shards in the index; a CheckpointError if there are none."""
+        """All tensors by name, from one file or the shards of the index; raises CheckpointError without any."""
         if (self.path / WEIGHTS).is_file():
             held: Any = read_folder(self.path)[WEIGHTS]
             return ShardedTensors(self.path, dict.fromkeys(held, WEIGHTS))
@@ -214,7 +214,7 @@ def check_counts(values: Any, tensors: int, path: Path) -> None:
 def built(make: Callable[[], nn.Module], size: int, path: Path) -> nn.Module:
     """The model that a function makes; first it is made on the meta device, to check that the files can hold it.
 
-    Raises a CheckpointError if the configuration is of a larger model, or damaged.
+    Raises CheckpointError if the configuration is of a larger model, or damaged.
     """
     with torch.device("meta"):
         outline = make()
@@ -234,7 +234,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """By path, the reason why a folder cannot hold a layer of a model of transformers: its class makes another layer.
+    """The reason for each layer that a folder cannot hold, because transformers makes another layer there, by path.
 
     Args:
         layers: the quantized layers, by path.
@@ -268,7 +268,7 @@ def replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str
 
 
 def by_transformers(path: Path, dtype: torch.dtype, **options: Any) -> nn.Module:
-    """The model as transformers loads it from a folder, in eval mode."""
+    """The model that transformers loads from a folder, in eval mode."""
     import transformers
 
     architecture = getattr(transformers, Folder(path).config["architectures"][0])
@@ -301,7 +301,7 @@ class FileNames:
         return {f"{self.prefix}{key}": piece for key, piece in found.items()}
 
     def joined(self, name: str, pieces: Mapping[str, Tensor], shape: Sequence[int], channels: int | None) -> Tensor:
-        """A model's tensor from its pieces in files; `channels` is the axis of the rows in a stack [experts, ...]."""
+        """A model's tensor, joined from its pieces in files; `channels` is the axis of rows in a stack."""
         (first, *others) = pieces.values()
         if not others:
             return first

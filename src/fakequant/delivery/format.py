@@ -44,7 +44,7 @@ def is_turned(operand: Operand, shape: Sequence[int]) -> bool:
 
 
 def in_rows(spec: QuantSpec, shape: tuple[int, ...], operand: Operand) -> tuple[QuantSpec, tuple[int, ...]]:
-    """The specification and shape that a weight has in files; a matrix [in, out] is transposed there."""
+    """The specification and shape of a weight in files, where a matrix [in, out] is transposed."""
     return (TensorConfig(spec).placed(_TURNED).spec, shape[::-1]) if is_turned(operand, shape) else (spec, shape)
 
 
@@ -120,7 +120,7 @@ class Part:
 
     @property
     def refused(self) -> str:
-        """For a message, the kind of a layer that files do not hold: transformers 5.23 quantizes no Conv1D of GPT-2."""
+        """Why files cannot hold this kind of layer, for a message: transformers 5.23 loads no codes of Conv1D."""
         if not self.is_turned:
             return f"this is a {self.kind}"
         others = "GGUF files of GPT-2 (a preset GGUF_...) and export_onnx hold it"
@@ -134,7 +134,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LoadedFile:
-    """A delivered file as another program loads it.
+    """A delivered file, loaded by another program.
 
     Attributes:
         name: the name of the program, with its version.
@@ -169,14 +169,14 @@ class DeliveryFormat(ABC):
 
     @abstractmethod
     def why_not(self, part: Part) -> str | None:
-        """The reason why the format cannot hold a part, None if it can; reads no values, as presets are tried, too."""
+        """Why the format cannot hold a part; None if it can. Reads no values, so that presets can be tried."""
 
     def refuses(self, model: nn.Module) -> str | None:
-        """The reason why the format can hold no part of a model, None if it may; called before `why_not`."""
+        """Why the format can hold no part of a model; None if it may hold some. Called before `why_not`."""
         return None
 
     def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
-        """By the name of a part, the reason why the format cannot hold the part together with the others."""
+        """Reasons why the format cannot hold a part together with the others, by the part's name."""
         return {}
 
     @abstractmethod
@@ -189,7 +189,7 @@ class DeliveryFormat(ABC):
         """
 
     def with_others(self, files: Files, tensors: Mapping[str, LazyTensor]) -> Files | None:
-        """The files of `encode` with tensors that the model does not load; None if the format cannot hold such tensors.
+        """The files of `encode`, with tensors added that the model does not load; None if the format cannot hold these.
 
         The tensors are in float, by the names that the model's source has.
         """
@@ -216,7 +216,7 @@ class DeliveryFormat(ABC):
         """
 
     def build(self, path: Path) -> nn.Module:
-        """A float model by the configuration in a file or folder, with meaningless weights."""
+        """A float model from the configuration in a file or folder; its weights are meaningless."""
         raise CheckpointError(f"{path} does not say which model it holds; give the model: fakequant.read(path, model)")
 
     def engines(self, path: Path, model: nn.Module) -> Iterable[LoadedFile]:
@@ -251,7 +251,7 @@ def delivery_formats() -> dict[str, DeliveryFormat]:
 
 
 def delivery_format(name: str) -> DeliveryFormat:
-    """The format with a name; a CheckpointError if there is none."""
+    """The format called `name`; raises CheckpointError if there is none."""
     known = delivery_formats()
     if not isinstance(name, str) or name not in known:
         raise CheckpointError(f"unknown format {name!r:.80}{nearest(str(name), list(known))}")
@@ -259,7 +259,7 @@ def delivery_format(name: str) -> DeliveryFormat:
 
 
 def format_of(path: Path) -> DeliveryFormat:
-    """The format that recognizes a file or folder; a CheckpointError if none does."""
+    """The format that recognizes a file or folder; raises CheckpointError if no format does."""
     try:
         is_there = path.exists()
     except OSError as error:
@@ -326,7 +326,7 @@ def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
 
 
 def paired(operands: Mapping[str, Operand]) -> dict[str, str]:
-    """By a weight's quantizer, the quantizer of its input; "" if a layer's numbers of weights and inputs differ."""
+    """The input's quantizer for each weight's quantizer; "" if a layer has other numbers of weights and inputs."""
     weights, inputs = (
         [name for name, one in operands.items() if one.role is role] for role in (Role.WEIGHT, Role.INPUT)
     )
@@ -339,7 +339,7 @@ def float_names(model: nn.Module) -> list[str]:
 
 
 def dtype_of(state: QuantizedState, model: nn.Module) -> torch.dtype:
-    """The dtype that the first parameter of a model has in its state."""
+    """The dtype that the first parameter of a model has in a state."""
     name, parameter = next(iter(model.named_parameters()))
     return lazy(state.tensors, name).dtype if name in state.tensors else parameter.dtype
 
@@ -365,13 +365,13 @@ class Stored(NamedTuple):
 
 
 def written_in_float(parts: Sequence[Part], shared: Mapping[str, str]) -> list[Part]:
-    """The parts whose weights files hold as floats with the values of the codes: tables, and tied ones (`shared`)."""
+    """The parts whose weights files store as floats with the values of the codes: tables, and tied weights."""
     tied = {*shared, *shared.values()}
     return [part for part in parts if part.weight and (part.is_table or part.weight in tied)]
 
 
 def undivided(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
-    """By the name of a part, the reason why files cannot hold its stack in pieces: a scale belongs to several."""
+    """Reasons why files cannot hold a stack in pieces (a piece cuts a group of a scale), by the part's name."""
     names, reasons = FileNames(model), dict[str, str]()
     for part in (one for one in parts if one.is_stack and "weight" in one.operands):
         grid = part.operands["weight"].spec.granularity
@@ -446,7 +446,7 @@ class LayeredWriter:
         return LazyTensor(tuple(one.shape), one.dtype, lambda: one.store(self.field(name, one.field)[key]))
 
     def field(self, name: str, field: str) -> dict[str, Tensor]:
-        """A field of a weight, or the values of a tensor, in the pieces that files hold.
+        """A field of a weight, or the values of a tensor, cut into the pieces that files hold.
 
         A stack is computed whole and then split; the pieces of the last weight are cached.
         """
@@ -486,7 +486,7 @@ class LayeredWriter:
     def merge_scales(self, names: Sequence[str]) -> None:
         """Store the scales of several weights, unchanged, as codes of the largest of their second-level scales.
 
-        Raises an ExportError if a scale is no code times the largest second-level scale.
+        Raises ExportError if a scale is not a code times the largest second-level scale.
         """
         spec, scales = self.coded[names[0]].operands["weight"].spec, [self._params(name, "scale") for name in names]
         if not spec.scale.is_under_a_tensor:
@@ -564,7 +564,7 @@ def _dequantized(model: nn.Module, state: QuantizedState) -> QuantizedState:
 
 
 def decoded(format: DeliveryFormat, path: Path, model: nn.Module) -> QuantizedState:
-    """The state in a file or folder, whose tensors are read at each access; a damaged file raises a CheckpointError."""
+    """The state in a file or folder, whose tensors are read at each access; raises CheckpointError if it is damaged."""
     with _damage(format, path):
         state = format.decode(path, model)
     tensors, weights = (
@@ -576,7 +576,7 @@ def decoded(format: DeliveryFormat, path: Path, model: nn.Module) -> QuantizedSt
 
 @contextmanager
 def _damage(format: DeliveryFormat, path: Path) -> Iterator[None]:
-    """A context that adds the file's name to the reader's error."""
+    """A context that adds the name of the file to an error of the reader."""
     try:
         yield
     except CheckpointError as error:

@@ -39,7 +39,7 @@ OTHERS = "tensors that the model does not load"
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a weight's inputs: the size of a group, their number, and the granularity for a specification."""
+    """The groups of a weight's inputs: inputs in a group, number of groups, and their granularity."""
 
     size: int
     count: int
@@ -96,11 +96,11 @@ class LayerTensors:
     used: set[str] = field(default_factory=set)
 
     def has(self, end: str) -> bool:
-        """Whether a tensor exists whose name ends so."""
+        """Whether there is a tensor of this layer whose name has this end."""
         return join(self.base, end) in self.tensors
 
     def get(self, end: str, dtypes: torch.dtype | Iterable[torch.dtype], *shapes: Sequence[int]) -> Read:
-        """A function that reads a tensor in the first shape; a CheckpointError if the tensor does not fit."""
+        """A function that reads a tensor as the first of `shapes`; raises CheckpointError if it does not fit."""
         key, allowed = join(self.base, end), (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
         if key not in self.tensors:
             raise CheckpointError(f"{self.folder.path} lacks {key}; it is damaged, or of another model or version")
@@ -128,7 +128,7 @@ class LayerTensors:
         return lambda: unpack(packed(), 4, columns).to(torch.uint8)
 
     def groups(self, size: object) -> Groups:
-        """The groups for a size in a configuration, -1 for one group; a CheckpointError if the size is not valid."""
+        """The groups for a size in a configuration, -1 for one group; raises CheckpointError for an invalid size."""
         columns = self.shape[1]
         if not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
             self.refuse(f"group_size is {size!r:.40}, not a number of inputs or -1")
@@ -138,10 +138,9 @@ class LayerTensors:
         return Groups(given, -(-columns // given), PerBlock({-1: given}, pad=columns % given != 0))
 
     def in_order(self, groups: Groups, index: Tensor | None) -> tuple[Tensor, PerBlock, Tensor | slice]:
-        """The permutation of inputs that makes groups contiguous, if the inputs of a group are not adjacent in a file.
+        """An order of inputs in which each group is contiguous, for files where the inputs of a group are scattered.
 
-        Each input becomes a group, with a warning, if no permutation makes equal groups, or if a stack would need a
-        permutation.
+        Each input becomes a group, with a warning, if groups differ in size, or if a stack would need a permutation.
 
         Args:
             index: the group of each input; None if groups are contiguous in the file.
@@ -165,12 +164,12 @@ class LayerTensors:
         return plain, PerBlock({-1: 1}), index
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raise a CheckpointError that names the file and the layer."""
+        """Raise CheckpointError with a reason, and the names of the file and the layer."""
         raise CheckpointError(f"{self.folder.path}: of {self.base or 'the model'}, {reason}")
 
 
 def permutation(order: Tensor) -> tuple[str, dict[str, Tensor]] | None:
-    """The transform that permutes a layer's input into an order; None for the identity."""
+    """The transform that brings a layer's inputs into an order; None for the order that they have."""
     return None if bool((order == torch.arange(len(order), device="cpu")).all()) else ("permutation", {"order": order})
 
 
@@ -183,7 +182,7 @@ class LayeredFormat(DeliveryFormat):
 
     @abstractmethod
     def coded(self, module: LayerTensors) -> CodedWeight | None:
-        """The codes and scales of a weight in the file; None for a float; a CheckpointError for unknown tensors."""
+        """The codes and scales of a weight in the file; None for a float weight. Raises CheckpointError for others."""
 
     def why_not(self, part: Part) -> str | None:
         raise ExportError(
@@ -231,12 +230,12 @@ class LayeredFormat(DeliveryFormat):
         return SitesEntry(), {}
 
     def skips(self, name: str) -> str | None:
-        """Why to skip a tensor that the model has no place for, "" to skip it silently; None if the file is damaged."""
+        """Why to skip a tensor that the model has no place for, "" for no message; None if it must not be there."""
         return "" if name.endswith("rotary_emb.inv_freq") else None
 
 
 class RangeOfCall(NamedTuple):
-    """The name of a tensor in a file, and its shape in the model, where -1 stands for any number."""
+    """The name of a range's tensor in a file, and its shape in the model, in which -1 stands for any number."""
 
     key: str
     shape: tuple[int, ...] = (1,)

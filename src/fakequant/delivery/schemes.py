@@ -122,7 +122,7 @@ def shift_of(format: Format) -> int:
 
 
 def _element(spec: QuantSpec) -> Args | str:
-    """The arguments for the format of a specification, or the reason why no file holds it, whatever the axes."""
+    """The arguments for the format of a specification, or the reason why no file can hold this format."""
     format, shift, half = spec.format, shift_of(spec.format), 1 << spec.format.bits - 1
     if not spec.arithmetic.is_linear:
         return f"files multiply codes by scales, and {spec.arithmetic} does not"
@@ -236,14 +236,14 @@ def _is_their_rule(spec: QuantSpec, args: Args) -> bool:
 
 
 def _of_powers(bits: int, *, dynamic: bool) -> ScaleRounding:
-    """The rounding of power-of-two scales; `generate_mx_scales` uses FP4's rule for 8 bits, too."""
+    """The rounding of power-of-two scales. For 8 bits it is that of FP4, as in `generate_mx_scales`."""
     if not dynamic:
         return ScaleRounding.FLOOR
     return ScaleRounding.EVEN_FP4 if bits == 8 else ScaleRounding.EVEN
 
 
 def normalized(group: Mapping[str, Any], format: str | None) -> Args:
-    """A scheme of a file with the defaults of omitted arguments; a CheckpointError for an unknown argument."""
+    """A scheme of a file, with defaults for omitted arguments; raises CheckpointError for an unknown argument."""
     scheme: Args = {"targets": [str(target) for target in group["targets"]]}
     for role in ROLES.values():
         if (given := group.get(role)) is None:
@@ -302,7 +302,7 @@ def config_of(
 
 
 def groups_of(folder: Folder) -> list[Args]:
-    """The schemes of a folder; a CheckpointError if there are none, or this reader does not know them."""
+    """The schemes of a folder; raises CheckpointError if there are none, or this reader does not know them."""
     given = folder.quantization
     if not given.get("config_groups"):
         raise CheckpointError(f"{folder.path} holds no codes: its quantization_config has no config_groups")
@@ -315,7 +315,7 @@ def groups_of(folder: Folder) -> list[Args]:
 
 
 def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> Args | None:
-    """The scheme of a layer, None for float: targets with its name come before patterns, patterns before classes."""
+    """The scheme of a layer, None for float: targets with its name are before patterns, and patterns before classes."""
 
     def rank(target: str) -> int:
         if target.startswith("re:"):
@@ -332,7 +332,7 @@ def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> 
 
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """The compiled pattern of a file; a CheckpointError if its search is not bounded: nested repeats, many choices."""
+    """The compiled pattern of a file; raises CheckpointError if nested repeats or many choices make it slow."""
     try:
         if len(pattern) > _LONG:
             raise CheckpointError(f"{len(pattern)} characters")
@@ -479,7 +479,7 @@ def attention_sites(model: nn.Module, config: TensorConfig, operands: Collection
 
 
 def conflicts_of_calls(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
-    """By the name of a part, the reason why compressed-tensors cannot hold its keys and values beside others."""
+    """Reasons why compressed-tensors cannot hold a part's keys and values beside others, by the part's name."""
     calls = {part.path: part for part in parts if part.call}
     classes = {type(part.module) for part in calls.values()} | {own_class(part.module) for part in calls.values()}
     others = [path for path, one in model.named_modules() if type(one) in classes and path not in calls]
@@ -499,7 +499,7 @@ OTHER_RULE = (
 
 
 def needs_dequantize(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> bool:
-    """Whether transformers loads the same weights only with `dequantize=True`."""
+    """Whether transformers needs `dequantize=True` to load the same weights."""
     weights = [one for one in schemes if ROLES["weight"] in one]
     if dtype is not torch.bfloat16 and any(map(_is_decompressed_in_bfloat16, weights)):
         return True
@@ -510,7 +510,7 @@ def needs_dequantize(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | L
 
 
 def _is_decompressed_in_bfloat16(scheme: Scheme) -> bool:
-    """Whether compressed-tensors decompresses a weight in bfloat16, whatever the dtype of the model."""
+    """Whether compressed-tensors decompresses a weight in bfloat16 for models of any dtype."""
     return "scale_dtype" in scheme["weights"]
 
 
@@ -521,7 +521,7 @@ def runs_in_bfloat16(schemes: Sequence[Scheme]) -> bool:
 
 
 def how_to_load(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> str:
-    """For a message, the conditions under which transformers loads the same weights; "" if it always does."""
+    """The conditions, for a message, under which transformers loads the same weights; "" if it always does."""
     if not needs_dequantize(schemes, tensors, dtype):
         return ""
     if runs_in_bfloat16(schemes):
@@ -532,7 +532,7 @@ def how_to_load(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTe
 
 
 def decompressed(scheme: Scheme, tensors: Mapping[str, Tensor], bases: Sequence[str]) -> dict[str, Tensor]:
-    """The values of a weight that the package compressed-tensors computes, by their names in files."""
+    """The values that the package compressed-tensors computes for a weight, by their names in files."""
     # Packages of the extra `delivery`, which type checkers need not have.
     compressor: Any = import_module("compressed_tensors.compressors").BaseCompressor
     scheme_class: Any = import_module("compressed_tensors.quantization").QuantizationScheme
@@ -556,7 +556,7 @@ def computed_by_transformers(model: nn.Module) -> Iterator[None]:
 
 
 def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: str = "") -> LoadedFile:
-    """The model that transformers loads from a folder with the schemes `groups`; `missed` is of `missed_cache`."""
+    """The model that transformers loads from a folder with the schemes `groups`; `missed` is from `missed_cache`."""
     import transformers
 
     dtype = next(model.parameters()).dtype
@@ -587,5 +587,5 @@ def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: st
 
 
 def _computed_by_servers(model: nn.Module) -> list[Quantizer]:
-    """The quantizers with the rule of servers for dynamic INT8."""
+    """The quantizers that compute dynamic INT8 by the rule of servers."""
     return [one for one in quantizers(model).values() if one.dynamic and one.spec.arithmetic is Arithmetic.RECIPROCAL]

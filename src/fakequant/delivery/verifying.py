@@ -129,7 +129,7 @@ def verify_delivery(
 
 
 def _dummy_batches(model: nn.Module) -> tuple[list[Any], str]:
-    """The `dummy_inputs` of a model of transformers as a batch, and a text on the source; or [] and the reason."""
+    """The `dummy_inputs` of a model of transformers as a batch, and a text on their source; else [] and the reason."""
     batch = getattr(model, "dummy_inputs", None)
     if not isinstance(batch, Mapping):
         return [], "the model has no inputs of its own"
@@ -144,7 +144,7 @@ def _dummy_batches(model: nn.Module) -> tuple[list[Any], str]:
 
 @contextmanager
 def _failing(report: DeliveryReport, what: str) -> Iterator[None]:
-    """A context that adds an error of another program to the report, instead of losing earlier comparisons."""
+    """A context that adds an error of another program to the report, so that earlier comparisons are not lost."""
     try:
         yield
     except Exception as error:  # other programs raise any error: transformers OSError, KeyError, RuntimeError
@@ -237,7 +237,7 @@ def _numbers(weight: WeightCodes) -> list[Tensor]:
 
 
 def _middle(format: Format) -> int:
-    """The code of an unsigned integer format that corresponds to the signed code 0; 0 for other formats."""
+    """For unsigned integer formats the code that stands for the signed code 0, else 0."""
     return 1 << format.bits - 1 if format.has_zero_point and not format.signed else 0
 
 

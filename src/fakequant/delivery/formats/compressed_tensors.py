@@ -273,7 +273,7 @@ def _add_beside(writer: LayeredWriter, part: Part, bases: Sequence[str]) -> Sche
 
 
 def _pattern(bases: Sequence[str]) -> str:
-    """The pattern that only the names of a stack's pieces match, such as `...experts.12.up_proj`."""
+    """A pattern that matches only the names of a stack's pieces, such as `...experts.12.up_proj`."""
     parts = [base.split(".") for base in bases]
     if len({*map(len, parts)}) > 1:
         return f"re:({'|'.join(map(re.escape, bases))})$"
@@ -310,7 +310,7 @@ def _quantization(
 
 
 def _warn(writer: LayeredWriter, schemes: Sequence[Scheme], missed: str, dtype: torch.dtype) -> None:
-    """Warn once about conditions for loading the files, and about keys and values that stay in float."""
+    """Warn once of conditions for loading the files, and of keys and values that stay in float."""
     notes = [missed] if missed else []
     stacks = {name: part for name, part in writer.coded.items() if part.is_stack}
     if left := [name for name, part in stacks.items() if "input" in part.operands]:

@@ -226,7 +226,7 @@ class Mlx(LayeredFormat):
 
 
 class _MlxLm(nn.Module):
-    """Runs a folder in mlx-lm on a CPU, with the model's arguments; a ValueError if mlx-lm lacks the architecture."""
+    """Runs a folder in mlx-lm on a CPU, with the model's arguments; raises ValueError for unknown architectures."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def _layout(spec: QuantSpec, shape: Sequence[int]) -> _Layout:
 
 
 def _digits(*stored: ScaleSpec | OffsetSpec | None) -> int:
-    """The most fraction bits of scales and offsets; a scale without a format is float32, with 23 bits."""
+    """The largest number of fraction bits of scales and offsets; float32, for scales without a format, has 23."""
     return max(23 if one.format is None else one.format.fraction_bits for one in stored if one is not None)
 
 
@@ -320,7 +320,7 @@ def _unpacked(stored: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def _said(values: Any) -> _Layout | str:
-    """The layout in a configuration, or a text with the fault of the configuration."""
+    """The layout in a configuration, or a text that says what is wrong with the configuration."""
     if not isinstance(values, dict):
         return f"quantization is {values!r:.40}, and not a layout"
     mode = values.get("mode", "affine")

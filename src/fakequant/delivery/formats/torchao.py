@@ -219,7 +219,7 @@ def _dtype(dtype: torch.dtype | str) -> dict[str, str]:
 
 
 def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Stored]:
-    """The tensors of a weight [out, in], in the order of its tensor subclass."""
+    """The tensors of a weight [out, in], in the order in which its tensor subclass lists them."""
     spec = part.operands["weight"].spec
     kind, groups = _class_of(spec, shape), spec.granularity.group_shape(tuple(shape))
     if kind == NVFP4:

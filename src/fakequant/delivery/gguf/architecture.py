@@ -56,13 +56,13 @@ class Architecture:
             configuration that counts the heads. In the file, the rows of a head's two halves alternate.
         norms_from_one: whether norms multiply by 1 + weight; the file then holds 1 + weight.
         activation: the function that llama.cpp computes between the matrices.
-        pattern: the number of layers of which one attends to all tokens, and the others to a window; 1 if all attend to
-            all tokens.
+        pattern: n, if one of every n layers attends to all tokens, and the others to a window; 1 if all layers attend
+            to all tokens.
         extra: more tensors by name, made from the configuration.
         rotaries: types of rotary positions that llama.cpp's graph computes; () for learned positions and centred norms,
             whose sizes `describe` adds.
         rotary_keys: further keys of rotary positions that the file holds.
-        parts: by the end of a tensor's name, the ends of the names of several tensors that have its rows in the file.
+        parts: for tensors that the file has in several parts: by the end of the name, the ends of the parts' names.
         vectors: the ends of the names of matrices with one row, which are vectors in the file.
         unread: returns for a configuration and metadata why transformers does not build the model of a file, or "".
     """
@@ -92,7 +92,7 @@ def register_architecture(model_type: str, architecture: Architecture) -> None:
 
 
 def architecture_of(model: Any) -> Architecture:
-    """The architecture of a model; a CheckpointError if it is unknown, or a file cannot describe the computation."""
+    """The architecture of a model; raises CheckpointError if it is unknown, or a file cannot describe the model."""
     import_module(_TABLE)
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
@@ -236,7 +236,7 @@ class GgufNames:
     """The names of a model's tensors in a file, and the order of their rows there.
 
     Attributes:
-        turned: the matrices [in, out] of the model, which the file has as [out, in].
+        turned: the matrices that are [in, out] in the model and [out, in] in the file.
     """
 
     def __init__(self, architecture: Architecture, model: Any) -> None:
@@ -251,7 +251,7 @@ class GgufNames:
         }
 
     def of(self, name: str) -> list[str]:
-        """The names of a tensor in the file, one or several in the order of its rows; without any a CheckpointError."""
+        """The names in the file of a tensor's parts, in the order of rows; raises CheckpointError without any."""
         parts = self._architecture.parts
         names = [name.removesuffix(end) + own for end, all in parts.items() if name.endswith(end) for own in all]
         found = [self._names.get_name(one, try_suffixes=(".weight", ".bias")) for one in names or [name]]
@@ -277,7 +277,7 @@ class GgufNames:
         return None
 
     def shift(self, name: str) -> float:
-        """The number that is added to a tensor for the file."""
+        """The number to add to a tensor's values in the file."""
         return float(self._architecture.norms_from_one and name.endswith("norm.weight"))
 
 
@@ -296,7 +296,7 @@ def llama3_frequencies(config: Any) -> dict[str, Tensor]:
 
 
 class _Layer(NamedTuple):
-    """A layer of a model: its number, how many layers the model has, and how many heads of queries share a key."""
+    """A layer of a model: its number, the number of layers, and how many query heads share a key head."""
 
     number: int
     layers: int
@@ -454,7 +454,7 @@ def llama_cpp_inputs(model: Model) -> Model:
 
 
 def has_cache(model: nn.Module) -> bool:
-    """Whether a model quantizes functions, and quantizes all of them as llama.cpp's cache does."""
+    """Whether functions of a model are quantized, and all of them as llama.cpp's cache quantizes them."""
     owners = sites_entry(model).owners.values()
     held = [one.tensor for owner in owners for site in owner.sites.values() for one in site.quantizers.values()]
     return bool(held) and all(one == LLAMA_CPP_CACHE.input for one in held)
@@ -521,7 +521,7 @@ REST = "fakequant.rest."
 
 
 class NamedTensors:
-    """Reads the tensors of a file by their names in a model; a CheckpointError if the two do not fit."""
+    """Reads the tensors of a file by their names in a model; raises CheckpointError if they do not fit it."""
 
     def __init__(self, path: Path, model: nn.Module) -> None:
         self.file, self.model, architecture = blocks.GgufFile(path), model, architecture_of(model)
@@ -586,7 +586,7 @@ class NamedTensors:
         return [self.slots[one] for one in names if one in self.slots]
 
     def _rows(self, name: str) -> blocks.Array:
-        """The content of a tensor, in the order of the model's rows."""
+        """The content of a tensor, with its rows in the model's order."""
         raw = self.stored[name].make()
         if (order := self.names.rows(name, *raw.shape[:1])) is None:
             return raw
@@ -603,7 +603,7 @@ class NamedTensors:
         return replace(found, quantizers=tuple(join(one.path, one.attribute) for one in self._readers(name)))
 
     def _tensor(self, name: str) -> Tensor:
-        """A tensor without codes; for types that have no code for each weight, the package gguf dequantizes it."""
+        """A tensor without codes; the package gguf dequantizes types that have no code for each weight."""
         kind = self.stored[name].kind
         if kind not in ("F32", "F16", "BF16"):
             return self.theirs(name)

@@ -78,7 +78,7 @@ class Halfs(NamedTuple):
 
 @dataclass(frozen=True)
 class Bits:
-    """Some bits of each integer; a byte holds as many integers as fit, the first in its lowest bits.
+    """A field with `count` bits of each integer; a byte holds as many integers as fit, the first in its lowest bits.
 
     Runs of `run` integers lie in runs of as many bytes: byte j of a run holds integers j, run + j, 2 * run + j, ...
 
@@ -249,7 +249,7 @@ LAYOUTS = {
 
 
 def layout_of(kind: str) -> BlockLayout:
-    """The layout of a type's blocks; a CheckpointError if the type is unknown."""
+    """The layout of a type's blocks; raises CheckpointError if the type is unknown."""
     if kind not in LAYOUTS:
         raise CheckpointError(f"no layout is known for the GGUF type {kind!r:.80}{nearest(kind, list(LAYOUTS))}")
     return LAYOUTS[kind]
@@ -577,7 +577,7 @@ _INSTEAD |= {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 @cache
 def spec_of(kind: str) -> QuantSpec:
-    """The specification of a type."""
+    """The specification of the weights in a type."""
     return QuantSpec.parse(_SPECS[kind])
 
 
@@ -587,7 +587,7 @@ def for_rows(kind: str, columns: int) -> str:
 
 
 def kind_of(spec: QuantSpec, shape: tuple[int, ...]) -> str:
-    """The smallest type that holds weights with a specification and a shape; a ShapeError if none does."""
+    """The smallest type that holds weights of a specification and a shape; raises ShapeError if there is none."""
     found = [kind for kind in _SPECS if _holds(spec_of(kind), spec)]
     if not found:
         raise ShapeError(f"no type of GGUF is {spec}")
@@ -602,7 +602,7 @@ def kind_of(spec: QuantSpec, shape: tuple[int, ...]) -> str:
 
 
 def _holds(own: QuantSpec, spec: QuantSpec) -> bool:
-    """Whether a type's specification `own` has all codes and scales of `spec`, with the same values."""
+    """Whether a type, with specification `own`, holds all codes and scales of `spec` with the same values."""
     if not spec.arithmetic.is_linear or _form(spec) != _form(own):
         return False
     format, all_of_own = spec.format, own.format
@@ -651,7 +651,7 @@ def to_blocks(kind: str, weight: WeightCodes) -> Array:
 
 
 def from_blocks(kind: str, raw: Array, dtype: torch.dtype) -> WeightCodes:
-    """The weight in bytes [..., bytes of a row]; a CheckpointError if scales are not finite or integers do not fit."""
+    """The weight in bytes [..., bytes of a row]; raises CheckpointError if scales or integers are out of range."""
     layout, spec = LAYOUTS[kind], spec_of(kind)
     rows = raw.shape[:-1]
     numbers = {name: torch.from_numpy(one) for name, one in unpack(kind, raw.reshape(-1, layout.size)).items()}
@@ -679,7 +679,7 @@ def _stored(codes: Tensor | None, halfs: Tensor, rows: tuple[int, ...]) -> Store
 
 
 def _numbers(values: Tensor, count: int) -> Array:
-    """A tensor as an array [blocks, count], or [blocks] for a count of 1."""
+    """A tensor as an array [blocks, count], or [blocks] if `count` is 1."""
     values = values.detach().cpu().contiguous()
     raw = values.view(torch.uint8) if values.is_floating_point() and values.itemsize == 1 else values
     return raw.numpy().reshape(-1, count) if count > 1 else raw.numpy().reshape(-1)
