@@ -70,7 +70,7 @@ def _places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Place, Any]:
 
 
 def blocks_of(model: nn.Module, name: str | None) -> dict[str, nn.Module]:
-    """By path, the items of the list of modules that holds most parameters, or of the list at a path.
+    """The items, by path, of the list of modules `name`; by default of the list that holds most parameters.
 
     >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 2)})
     >>> list(blocks_of(model, None))
@@ -106,7 +106,7 @@ class _Substitute(nn.Module):
 
 @contextmanager
 def in_place_of(model: nn.Module, blocks: Iterable[str], see: BlockFunction) -> Iterator[None]:
-    """A context in which a function is called instead of each block."""
+    """A context in which `see` is called in place of each block."""
     places = [(model.get_submodule(path.rpartition(".")[0])._modules, path.rpartition(".")[2]) for path in blocks]
     own = [modules[key] for modules, key in places]
     try:
@@ -135,7 +135,7 @@ class Calls(NamedTuple):
     place: Place
 
     def substitute(self, hidden: Callable[[], Tensor]) -> BlockFunction:
-        """The function that replaces blocks: it returns the hidden states it gets, for the last block `hidden()`."""
+        """A function in place of the blocks: it returns the hidden states it gets, for the last block `hidden()`."""
 
         def see(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             last = number == len(self.of_blocks) - 1
@@ -152,7 +152,7 @@ _CHANGED = (
 
 
 def calls_of(model: nn.Module, blocks: Sequence[str], batches: KeptBatches, *, to_the_end: bool = True) -> Calls:
-    """The calls of each block for all batches; blocks do not run: new hidden states stand for their outputs.
+    """The calls of each block for all batches. No block runs: new hidden states take the place of its output.
 
     Args:
         to_the_end: whether the first batch runs the modules after the blocks, too, which may call blocks again.
@@ -302,14 +302,14 @@ _OWN = re.compile(r"run-\d+\.json|block-\d{5}|hidden-\d{5}-\d+\.safetensors|copi
 
 
 class Work:
-    """A folder with the finished blocks of a run, and with the hidden states before the next block.
+    """A folder for the finished blocks of a run, and the hidden states before the next block.
 
     Args:
         folder: a new or empty folder, which is made, or the folder of an earlier call.
         rank: the rank of this process; each process stores its hidden states, and the first stores the blocks.
 
     Raises:
-        CheckpointError: the folder holds files that are not of this class.
+        CheckpointError: the folder holds files that this class did not write.
         OutputError: the folder cannot be written.
     """
 
@@ -338,7 +338,7 @@ class Work:
             write_whole(self._run, json.dumps({_MARK: __version__}).encode())
 
     def begin(self, run: Mapping[str, str]) -> None:
-        """Go on with a run, or begin it; a CheckpointError if the folder holds another run."""
+        """Continue a run or begin it; raises CheckpointError if the folder holds another run."""
         run = {_MARK: __version__, **run}
         held = _read(self._run, _Run) if self._run.exists() else {}
         if self.finished and (other := [what for what in run if held.get(what) != run[what]]):
@@ -353,7 +353,7 @@ class Work:
 
     @property
     def finished(self) -> int:
-        """The number of finished blocks, up to the last block whose output hidden states are stored."""
+        """How many blocks are finished, and the hidden states after them stored."""
         count = 0
         while (self._block(count) / _RESULTS).exists():
             count += 1
@@ -389,7 +389,7 @@ class Work:
             write_whole(writable_folder(self._block(number)) / _RESULTS, content)
 
     def check_weights(self, number: int, path: str, weights: str) -> None:
-        """Raise a CheckpointError if a finished block was made from other float weights."""
+        """Raise CheckpointError if a finished block was made from other float weights."""
         if self._results(number).weights != weights:
             raise CheckpointError(
                 f"{self.folder} holds {self.finished} blocks of a call with other weights in {path}; call with the "
@@ -397,7 +397,7 @@ class Work:
             )
 
     def forget_hidden(self, number: int) -> None:
-        """Remove the hidden states before a block."""
+        """Remove the hidden states that are stored for a block."""
         with suppress(OSError):
             self._hidden(number).unlink()
 

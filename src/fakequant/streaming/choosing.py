@@ -68,7 +68,7 @@ class ModelSource:
 
     @classmethod
     def of(cls, source: Any, load: Load | None, copies: Path, device: torch.device | None = None) -> ModelSource:
-        """The source of a folder of transformers, or of a model on the meta device with `load`; else a ConfigError."""
+        """The source of a folder, or of a model on the meta device with `load`; raises ConfigError for others."""
         if isinstance(source, nn.Module):
             if load is None or not all(parameter.is_meta for parameter in source.parameters()):
                 raise ConfigError(
@@ -217,7 +217,7 @@ def _opened(path: Path, copies: Path) -> tuple[nn.Module, Load, dict[str, tuple[
 def joined_state(
     source: ModelSource, blocks: Mapping[str, nn.Module], work: Work, quantized: Sequence[bool]
 ) -> QuantizedState:
-    """The state of a prepared model whose modules outside of the blocks have their weights.
+    """The state of a prepared model; the modules outside of its blocks must have their weights.
 
     Blocks that are `quantized` come from `work`, the others from the source.
     """
@@ -274,7 +274,7 @@ def joined_state(
 
 
 def _placed(plan: Plan, path: str) -> Plan:
-    """The plan of a module with its names below a path, as a part of the plan of a model."""
+    """The plan of a module as a part of a model's plan: its paths are put below `path`."""
 
     def placed(entry: SiteQuantizerEntry) -> SiteQuantizerEntry:
         return entry if entry.group is None else replace(entry, group=join(path, entry.group))
@@ -297,7 +297,7 @@ _CALLER = "improve_folder"
 
 
 class Blocks:
-    """The blocks of a prepared model, chosen one after the other; `quantized` says which have quantizers."""
+    """The blocks of a prepared model, which are improved one by one; `quantized` says which have quantizers."""
 
     def __init__(
         self,
@@ -424,7 +424,7 @@ _PRESENT: ContextVar[Any] = ContextVar("present")
 
 @dataclass(eq=False)
 class _Rest:
-    """A call of the modules after the blocks, which has a batch, the last block's hidden states, and the mask."""
+    """A call of the modules after the blocks: the batch, the last block's hidden states, and the mask."""
 
     batch: Any
     hidden: Tensor
@@ -437,7 +437,7 @@ def _weights_of(block: nn.Module) -> str:
 
 
 def _needs_ranges(held: Iterable[Quantizer]) -> bool:
-    """Whether some quantizers get their ranges by calibration."""
+    """Whether one of these quantizers gets its range by calibration."""
     return any(one.kind is not Kind.WEIGHT and not one.dynamic for one in held)
 
 
@@ -476,7 +476,7 @@ def _given(path: str, batches: KeptBatches) -> dict[int, Tensor]:
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """A context in which a model of transformers makes no cache, into which blocks would write at each call."""
+    """A context in which a model of transformers makes no cache, because blocks would write to it at each call."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(config): config for config in found if hasattr(config, "use_cache")}
     with restore_after(attributes_of(configs.values(), "use_cache")):
