@@ -44,7 +44,7 @@ class UnsupportedDTypeError(DTypeError, NotImplementedError):
 
 
 class CallError(FakeQuantError, RuntimeError):
-    """Arguments that the library whose interface is emulated also rejects with a RuntimeError."""
+    """A call that the emulated library (such as torch) also refuses with a RuntimeError."""
 
 
 class CalibrationError(FakeQuantError, RuntimeError):
@@ -158,7 +158,7 @@ def first_line(error: BaseException) -> str:
 
 
 def not_imported(error: ImportError) -> str:
-    """A text on an import that failed inside of a package when it was used: the first cause, and a cure."""
+    """A text on an import that failed inside a package when it was first used: the first cause, and a cure."""
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__

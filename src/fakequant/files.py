@@ -28,7 +28,7 @@ _WRITTEN = 1 << 18
 
 
 def read_whole(path: Path) -> bytes:
-    """The content of a regular file, or of a link to such a file: others, as a pipe or /dev/zero, may never end.
+    """The content of a regular file, or of a link to one; others, such as a pipe or /dev/zero, may never end.
 
     Raises:
         OSError: the path is no regular file, or cannot be read.
@@ -39,7 +39,7 @@ def read_whole(path: Path) -> bytes:
 
 
 def check_path(path: Any, example: str, error: type[FakeQuantError] = OutputError) -> None:
-    """Raise an error if `path` is no text and no `os.PathLike`, such as after swapped arguments.
+    """Raise an error if `path` is not a text and no `os.PathLike`, such as after swapped arguments.
 
     Args:
         example: a right call, for the message.
@@ -250,9 +250,9 @@ def locked(folder: Path, name: str = _LOCK, *, wait: bool = True) -> Iterator[bo
 
 @contextmanager
 def abandoned(path: Path) -> Iterator[bool]:
-    """A context that locks a file, and yields whether that was possible: the process that held the lock has died.
+    """A context that locks a file; it yields True if the process that had the lock has died.
 
-    It yields False on systems without locks.
+    It yields False on systems that have no locks.
     """
     handle, free = None, False
     try:

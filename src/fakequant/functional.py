@@ -61,8 +61,8 @@ def fake_quantize(
     Raises:
         DTypeError: x is not a floating tensor.
         ShapeError: x does not fit the granularity, or a parameter does not fit x.
-        QParamsError: a scale is not positive and finite, a zero point is out of range, or a seed is no int64. Values
-            are not checked under torch.compile, torch.func and dispatch modes, nor in tensors on an accelerator.
+        QParamsError: a scale is not positive and finite, a zero point is out of range, or a seed is not an int64.
+            Values are not checked under torch.compile, torch.func and dispatch modes, nor in tensors on an accelerator.
         SpecError: a seed for a specification that rounds to nearest, or a zero point for a symmetric specification.
 
     >>> fake_quantize(torch.tensor([0.1, -0.52, 1.27]), "int8", scale=0.01)

@@ -155,7 +155,7 @@ class Histogram(NamedTuple):
 
 
 def power_of_two_or_zero(exponent: Tensor) -> Tensor:
-    """2.0**exponent in float64, exactly; 0.0 where the power is no normal number."""
+    """2.0**exponent in float64, exactly; 0.0 where the power is not a normal number."""
     normal = (exponent >= -1022) & (exponent <= 1023)
     return torch.where(normal, power_of_two(torch.where(normal, exponent, 0).to(torch.int64)), 0.0)
 
@@ -267,7 +267,7 @@ _Method = TypeVar("_Method", bound=type[Any])
 
 
 def registered_in(registry: dict[str, Any], name: str, kind: str) -> Callable[[_Method], _Method]:
-    """The decorator that puts a class into a registry and sets its `method`; ConfigError if the name is taken."""
+    """The decorator that puts a class into a registry and sets its `method`; raises ConfigError for a taken name."""
 
     def register(cls: _Method) -> _Method:
         if registry.get(name, cls) is not cls:
@@ -317,7 +317,7 @@ ALIASES = {"absmax": "max", "ema": "moving_average", "hist": "mse", "kl": "entro
 
 
 def find_method(method: str) -> str:
-    """The registered name of a method, from any library's name in upper or lower case; a ConfigError if unknown.
+    """The registered name of a method, from any library's name in upper or lower case; raises ConfigError if unknown.
 
     >>> find_method("KL")
     'entropy'
@@ -352,7 +352,7 @@ def make_calibrator(method: str, spec: QuantSpec | str, **options: Any) -> Calib
 
 
 def check_mergeable(calibrator: Calibrator, purpose: str) -> None:
-    """Raise a ConfigError, which names the methods that merge, unless a calibrator merges.
+    """Raise ConfigError, which names the methods that merge, unless a calibrator merges.
 
     `purpose` is a sentence: "several processes calibrate together".
     """
@@ -365,7 +365,7 @@ def check_mergeable(calibrator: Calibrator, purpose: str) -> None:
 
 
 def check_options(cls: type[Any], options: Iterable[str], what: str) -> None:
-    """Raise a ConfigError, which offers the nearest option, for an option that a class does not have beside `spec`."""
+    """Raise ConfigError, which offers the nearest option, for an option that a class does not have beside `spec`."""
     known = _options(cls)
     for name in options:
         if name not in known:

@@ -80,7 +80,7 @@ def by_group(x: Tensor, view: GroupView, groups: int) -> Tensor:
 
 
 def match_groups(seen: Range, new: Range) -> Range:
-    """A new range in the shape of the range seen before; a ShapeError if they have different groups."""
+    """A new range in the shape of the range seen before; raises ShapeError if they have different groups."""
     if seen.lo.numel() == 1 == new.lo.numel():
         # One group whatever the rank: a layer may see [n, features] and [n, tokens, features].
         new = Range(new.lo.reshape(seen.lo.shape), new.hi.reshape(seen.hi.shape))
@@ -181,7 +181,7 @@ class MovingAverageCalibrator(Calibrator):
 
 
 def join_ranges(seen: Range | None, new: Range) -> Range:
-    """The range that covers both ranges, on the device of the first; a ShapeError if they have different groups."""
+    """The range that covers both ranges, on the device of the first; raises ShapeError if their groups differ."""
     if seen is None:
         return new
     lo, hi = (values.to(seen.lo.device) for values in match_groups(seen, new))
@@ -302,7 +302,7 @@ class ExtremaCalibrator(Calibrator):
 
 
 def read_range(state: dict[str, Tensor]) -> Range:
-    """A copy of the range in a state; a CalibrationError if the state holds no valid range."""
+    """A copy of the range in a state; raises CalibrationError if the state holds no valid range."""
     lo, hi = state["lo"], state["hi"]
     if lo.shape != hi.shape or not bool(((lo <= 0) & lo.isfinite() & (hi >= 0) & hi.isfinite()).all()):
         raise CalibrationError(

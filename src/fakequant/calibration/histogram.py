@@ -33,7 +33,7 @@ _FINER = 8
 
 
 def used_bins(counts: Tensor) -> Tensor:
-    """The number of bins up to the last that is not empty, int64 [...], of counts [..., bins]; 0 if all are empty.
+    """The number of bins [...] up to the last one that is not empty, int64, from counts [..., bins]; 0 if all are.
 
     >>> used_bins(torch.tensor([[0, 3, 0, 1, 0], [0, 0, 0, 0, 0]]))
     tensor([4, 0])
@@ -50,7 +50,7 @@ def cheapest(cost: Callable[[Tensor], Tensor], first: int | Tensor, last: Tensor
     not depend on the other groups.
 
     Args:
-        cost: from candidates, int64 [groups, n], to their costs [groups, n].
+        cost: a function from candidates, int64 [groups, n], to their costs [groups, n].
         first: the smallest candidate, a number or int64 [groups]; in groups where `last` is smaller, it is `last`.
         last: the largest candidate, int64 [groups].
         bins: an upper bound of `last`.
@@ -123,7 +123,7 @@ class HistogramCalibrator(ExtremaCalibrator):
             `fewest_bins`) where there are so many groups that the counts would take more than 64 MiB.
 
     Raises:
-        ConfigError: a number of bins that is no power of two, or out of bounds.
+        ConfigError: a number of bins that is not a power of two, or out of bounds.
     """
 
     keeps_range_and_counts = True
@@ -300,7 +300,7 @@ class MseCalibrator(HistogramCalibrator):
 
 
 class _SquaredError:
-    """Computes squared errors of thresholds in units of bins; a width is a power of two, which changes no rounding."""
+    """Computes squared errors of thresholds in units of bins; a bin is a power of two, which changes no rounding."""
 
     def __init__(self, calibrator: HistogramCalibrator, histogram: Histogram) -> None:
         self.ignores_negative = calibrator.ignores_negative

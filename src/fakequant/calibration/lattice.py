@@ -82,7 +82,7 @@ def rows_are_apart(x: Tensor, spec: QuantSpec) -> bool:
 
 
 def _better(x: Tensor, spec: QuantSpec, moments: Tensor | None) -> QParams:
-    """The parameters of the search, or of the range, whichever have less error over the groups that share scales."""
+    """For the groups that share a scale, the parameters of the search or those of the range, whichever err less."""
     plain = library.choose(x, spec)
     if not x.numel():
         return plain
@@ -229,7 +229,7 @@ class _Search:
         return _CodeSums((codes * weighed).sum(-1), (codes * self._one).sum(-1), (codes * self._x).sum(-1))
 
     def true_error(self, params: QParams) -> Tensor:
-        """The squared error of fake quantization of all groups that a shared scale joins, directly or over others."""
+        """The squared error of fake quantization, summed over all groups that a shared scale joins."""
         spec = self._spec.replace(rounding=Rounding.NEAREST_EVEN)
         # In float64, where squares of float32 neither overflow nor vanish.
         error = self._by_group(library.fake_quantize(self._given, params, spec)).double() - self.x.double()

@@ -104,7 +104,7 @@ def lines_of(text: Path, first: int = 0) -> list[str]:
 
 
 def tokenizer_of(folder: Path, trust: bool | None = False) -> Any:
-    """The tokenizer in a folder; without a padding token it pads by the end token. A RecipeError if it is damaged."""
+    """The tokenizer in a folder (without a padding token it pads by the end token); raises RecipeError if damaged."""
     from transformers import AutoTokenizer
 
     with reading(folder, "tokenizer", trust):

@@ -66,7 +66,7 @@ def inspect(path: Path) -> Inspection:
 
 
 def graph_text(folder: Path) -> str:
-    """Return the text of the graph that `fakequant quantize` wrote to a folder; a CheckpointError if it is damaged."""
+    """Return the graph's text that `fakequant quantize` wrote to a folder; raises CheckpointError if it is damaged."""
     candidates = [folder / GRAPH, folder.parent / GRAPH]
     path = next((candidate for candidate in candidates if folder.is_dir() and candidate.is_file()), None)
     if path is None:

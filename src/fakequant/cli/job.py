@@ -188,7 +188,7 @@ class Job:
         return head + shlex.join(words)
 
     def config(self) -> Config:
-        """The preset with the rules and the layers in float; a ConfigError if a rule is no "PATTERN=PRESET"."""
+        """The preset with the rules and the layers in float; raises ConfigError if a rule is not PATTERN=PRESET."""
         rules: dict[str, str] = {}
         for rule in self.rules:
             pattern, equals, preset = rule.rpartition("=")
@@ -322,7 +322,7 @@ def held_before(out: Path, source: str, title: str) -> str:
 
 
 def refuse_other_recipe(out: Path, source: str) -> None:
-    """Raise a ConfigError if a folder holds the results, or an unfinished run, of another recipe."""
+    """Raise ConfigError if a folder holds the results, or an unfinished run, of another recipe."""
     found = ""
     with suppress(FakeQuantError, OSError):
         found = read_results(out).source if (out / RESULTS).is_file() else ""

@@ -63,14 +63,14 @@ class Recipe:
         return NamedMetric(self.evaluate, self.task.name, self.task.smaller) if self.offers("evaluate") else None
 
     def model(self) -> nn.Module:
-        """Return a new float model with trained weights; a RecipeError if it is no module."""
+        """Return a new float model with trained weights; raises RecipeError if it is not a module."""
         model = self.functions["model"]()
         if not isinstance(model, nn.Module):
             raise self._wrong("model()", model, "a torch.nn.Module")
         return model
 
     def calibration_batches(self) -> Iterable[Any]:
-        """Return the calibration batches; a RecipeError for another type, or if one generator is returned twice."""
+        """Return the calibration batches; raises RecipeError for other types, and for a used generator."""
         batches = self.functions["calibration_batches"]()
         if not isinstance(batches, Iterable):
             raise self._wrong("calibration_batches()", batches, "a list, a data loader or a generator of batches")
@@ -90,13 +90,13 @@ class Recipe:
         return batches
 
     def first_batch(self) -> Any:
-        """Return the first calibration batch; a RecipeError if there is none."""
+        """Return the first calibration batch; raises RecipeError if there is none."""
         for batch in self.calibration_batches():
             return batch
         raise RecipeError(f"{self.path}: calibration_batches() returned no batch; return at least one")
 
     def evaluate(self, model: nn.Module) -> float:
-        """Return the metric of a model, larger is better; a RecipeError if it is no finite number."""
+        """Return the metric of a model, larger is better; raises RecipeError if it is not a finite number."""
         metric = self.functions["evaluate"](model)
         try:
             value = float(metric)
@@ -234,7 +234,7 @@ def calibration_batches():
 
 
 def write_starter(path: Path) -> None:
-    """Write a recipe that runs as it is; an OutputError if the file exists."""
+    """Write a recipe that runs as it is; raises OutputError if the file exists."""
     if path.exists():
         raise OutputError(f"{path} exists; give another name, or remove it first")
     write_whole(writable_file(path), STARTER.replace("{name}", path.name).encode())

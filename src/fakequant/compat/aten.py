@@ -175,7 +175,7 @@ def _fake_quantize_learnable_per_tensor_affine(
         zero_point: the code of 0.0 [1]; rounded half to even and clamped to the codes; the gradient ignores both.
         quant_min: lowest code.
         quant_max: highest code.
-        grad_factor: multiplies the gradients of scale and zero point.
+        grad_factor: the factor of the gradients of scale and zero point.
 
     Raises:
         CallError: a RuntimeError, as torch raises, at the latest in the backward.
@@ -285,7 +285,7 @@ def _values_and_mask(call: _Call) -> tuple[Tensor, Tensor]:
 
 
 def _around_the_operator(call: _Call) -> tuple[Tensor, Tensor]:
-    """Round by the operator with scale 1, after torch's steps to codes and before those back; only x has a gradient."""
+    """Round by this package's operator with scale 1, between torch's steps to codes and back; only x has a gradient."""
     x, scale, zero_point = call.x, call.params.scale, call.params.zero_point
     steps = x.detach().double() * scale.reciprocal().double()
     if call.added is not None:
@@ -364,7 +364,7 @@ def _call(x: Tensor, scale: Tensor, zero_point: Tensor, codes: CodeRange, *, add
 
 
 def _one(name: str, value: Tensor) -> Tensor:
-    """A tensor of one element as a 0-d tensor; raises CallError for another number of elements."""
+    """A tensor of one element as a 0-d tensor; raises CallError for more or fewer elements."""
     if value.numel() != 1:
         raise CallError(f"{name} has shape {list(value.shape)}; expected one element, or use the function per channel")
     return value.reshape(())

@@ -151,7 +151,7 @@ class Values:
                     _put(one, None, value)
 
     def apart(self, result: Any) -> Any:
-        """A result of the run, with copies of tensors whose memory `restore` will write."""
+        """A result of the run; tensors whose memory `restore` will write are copied."""
         kept: dict[int | None, list[tuple[Any, Any]]] = {}
         for _, one, value in self._held:
             if isinstance(one, Tensor) and (memory := memory_of(_local(one))) is not None:
@@ -188,7 +188,7 @@ def _contents_of(one: Any) -> Any:
 
 
 def _captured(one: Any, keys: tuple[Any, ...] | None) -> Any:
-    """The value of a tensor or array, the state of a generator, the items of a container (at `keys`), or None."""
+    """The value of a tensor or array, the state of a generator, or the items of a container (at `keys`); else None."""
     if isinstance(one, nn.Module):
         return type(one)
     if isinstance(one, torch.Generator):
@@ -360,7 +360,7 @@ class Runs:
     """Runs models on the batches of one call, and keeps a record of what the runs write.
 
     Attributes:
-        written: by model, the changes by the first run or pass, without changes of the batches.
+        written: the changes by the first run or pass, by model, without changes of the batches.
     """
 
     def __init__(self) -> None:
@@ -430,7 +430,7 @@ class SeveralPasses:
         self._is_pure = False
 
     def run(self, name: str, call: Callable[[], Any]) -> Any:
-        """The result of the next run of the pass with a name."""
+        """The result of the next run of the pass called `name`."""
         if self._is_pure:
             return call()
         with unchanged(self._model) as values:

@@ -53,20 +53,20 @@ def named(metric: Metric) -> NamedMetric:
 
 
 def check_model(model: Any, caller: str, example: str, error: type[FakeQuantError] = ConfigError) -> None:
-    """Raise `error`, which names the caller and an example, if `model` is no module, as with swapped arguments."""
+    """Raise `error`, with the caller and a right call, if `model` is not a module, as after swapped arguments."""
     if not isinstance(model, nn.Module):
         raise error(f"{caller} takes a model, got {shown(model)}; write {example}")
 
 
 def check_float_model(model: Any, caller: str, example: str, action: str) -> None:
-    """Raise ConfigError if `model` is no module, has quantizers, or is sharded, which makes the `action` impossible."""
+    """Raise ConfigError if `model` is not a module, has quantizers, or is sharded; `action` is the message's verb."""
     check_model(model, caller, example)
     refuse_prepared(model, caller)
     refuse_sharded(model, action)
 
 
 def refuse_prepared(model: nn.Module, function: str) -> None:
-    """Raise a ConfigError that names the function if a model has quantizers."""
+    """Raise ConfigError that names the function if a model has quantizers."""
     if quantizers(model):
         raise ConfigError(f"{function} takes a float model; call it before fakequant.prepare, or on a copy made before")
 
@@ -78,7 +78,7 @@ def refuse_unprepared(model: nn.Module, error: type[FakeQuantError] = ConfigErro
 
 
 def refuse_stored(model: nn.Module, action: str) -> None:
-    """Raise a ConfigError if weights are stored as codes (`fakequant.store_codes`); `action` is the message's verb."""
+    """Raise ConfigError if weights are stored as codes (`fakequant.store_codes`); `action` is the message's verb."""
     stored = [name for name, own in model.named_parameters() if type(own) is StoredWeight]
     if stored:
         raise ConfigError(
@@ -96,7 +96,7 @@ def check_metric(metric: Any, caller: str) -> None:
 
 
 def measured(metric: Metric, model: nn.Module) -> float:
-    """The value of a metric for a model, which stays unchanged; a ConfigError if the metric returns no number.
+    """The value of a metric for a model, which stays unchanged; raises ConfigError if the metric returns no number.
 
     >>> measured(lambda model: None, nn.Identity())
     Traceback (most recent call last):

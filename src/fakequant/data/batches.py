@@ -94,7 +94,7 @@ def device_named(model: nn.Module, given: Any, what: str) -> Iterator[None]:
 def failure_named(
     model: nn.Module, named: Callable[[str, str], Exception], kinds: tuple[type[Exception], ...] = OF_TORCH
 ) -> Iterator[None]:
-    """A context that turns an error of exactly the types `kinds` in a model's call into one that names the layer.
+    """A context that turns an error in a model's call into one that names the layer, if its type is in `kinds`.
 
     `named` makes the new error from two texts: where the model failed (see `locate`), and why, in one line. Other
     errors are not changed.
@@ -195,7 +195,7 @@ class TokenMask:
         """The mask of the present batch; None if all tokens count."""
 
     def mask(self, batch: Any) -> Tensor | None:
-        """The mask of a batch, bool [batch, tokens]; None if all tokens count; a ConfigError if it is no mask."""
+        """The mask of a batch, bool [batch, tokens]; None if all tokens count. Raises ConfigError for a wrong mask."""
         if self._key is None:
             return None
         if isinstance(self._key, str):
@@ -423,7 +423,7 @@ class Batches:
             return self.runs.run(model, batch, self.call, alone=alone)
 
     def kept(self) -> KeptBatches:
-        """All batches, for several runs; a CalibrationError if there are none, a ConfigError for a wrong mask."""
+        """All batches, for several runs; raises CalibrationError if there are none, ConfigError for a wrong mask."""
         found = dict(enumerate(self))
         if not found:
             raise CalibrationError(f"{self._caller} needs batches, and got none")
@@ -478,7 +478,7 @@ class KeptBatches(Batches):
         return found
 
     def followed_by(self, batches: Iterable[Any]) -> KeptBatches:
-        """All batches, and then the batches of an argument; a ConfigError if the argument holds no batches."""
+        """All batches, and then the batches of an argument; raises ConfigError if the argument holds no batches."""
         refuse_tensor(batches, self._caller)
         others = dict(enumerate(batches, len(self)))
         self._numbers |= {id(batch): number + 1 for number, batch in others.items()}
@@ -578,7 +578,7 @@ def select_inputs(batch: Any, inputs: Inputs) -> tuple[Any, ...] | Mapping[str, 
             of the batch that returns positional arguments in a tuple, keyword arguments in a mapping, or one argument.
 
     Raises:
-        ConfigError: `inputs` has another type, or the batch is no tuple or list, or has fewer items.
+        ConfigError: `inputs` has another type, or the batch is not a tuple or list, or has fewer items.
 
     >>> select_inputs(("image", "label"), 0)
     ('image',)

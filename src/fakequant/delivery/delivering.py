@@ -103,7 +103,7 @@ def _shown(attribute: str) -> str:
 def refuse(
     format: DeliveryFormat, model: nn.Module, parts: Sequence[Part], state: QuantizedState, *, with_ranges: bool = True
 ) -> None:
-    """Raise an ExportError if a format cannot hold a part, with each reason and the nearest preset."""
+    """Raise ExportError if a format cannot hold a part, with each reason and the nearest preset."""
     if reason := format.refuses(model):
         raise ExportError(f"{format.name} cannot hold this model, however it is quantized: {reason}")
     fixing = (path for path, one in quantizers(model).items() if one.fixes_global)
@@ -311,7 +311,7 @@ def _known_in(folder: Path, patterns: Collection[str]) -> list[str]:
 
 
 def folder_of(model: Any) -> Path | None:
-    """The folder that a model was loaded from, if it is local and of the same type, or in the cache; else None."""
+    """The folder from which a model was loaded, or its folder in the cache; None if unknown or of another type."""
     given = str(getattr(model, "name_or_path", "") or "")
     own, held = getattr(getattr(model, "config", None), "model_type", None), _json(Path(given) / CONFIG)
     if given and Path(given).is_dir() and (not isinstance(held, dict) or held.get("model_type") in (None, own)):
@@ -474,7 +474,7 @@ def deliver_state(
 
 
 def refuse_undeliverable(format: str, model: nn.Module) -> None:
-    """Raise an ExportError if a format cannot hold a prepared model; unknown names of formats are ignored."""
+    """Raise ExportError if a format cannot hold a prepared model; unknown names of formats are ignored."""
     chosen = delivery_formats().get(format)
     if chosen is not None:
         state = snapshot(model)
@@ -550,7 +550,7 @@ def encode(
     Raises:
         ExportError: the format cannot hold some layers, which are named, each with the reason; or it is no folder.
         CheckpointError: an unknown format, or a model that is not prepared.
-        ConfigError: a name in `only` that the model does not have, or a dtype that is no float of 16 bits or more.
+        ConfigError: a name in `only` that the model does not have, or a dtype that is not a float of 16 bits or more.
 
     >>> model = prepare(nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 8)), "fp8_block", skip=["1"])
     >>> for name, tensor in encode(model, "compressed-tensors", only=["0"]).items():

@@ -41,7 +41,7 @@ def config_file(model: nn.Module, quantization: Mapping[str, Any], dtype: torch.
 
 
 def check_shard_size(limit: int) -> None:
-    """Raise ExportError if the largest size of a file is no positive number of bytes."""
+    """Raise ExportError if the largest size of a file is not a positive number of bytes."""
     if not isinstance(limit, int) or limit < 1:
         raise ExportError(f"max_shard_size is a number of bytes, such as 5 * 10**9, got {shown(limit)}")
 

@@ -90,7 +90,7 @@ class Part:
 
     @property
     def weight(self) -> str:
-        """The name of the weight in the state dict; "" where there is none."""
+        """The name of the weight in the state dict; "" if there is none."""
         return join(self.path, self.places["weight"].weight) if "weight" in self.places else ""
 
     @property
@@ -231,7 +231,7 @@ def register_delivery(format: DeliveryFormat) -> None:
     """Add a format for `deliver`, `read` and `verify_delivery`; a format of the same name is replaced.
 
     Raises:
-        CheckpointError: the argument is no instance of a `DeliveryFormat`, or it has no name.
+        CheckpointError: the argument is not an instance of a `DeliveryFormat`, or it has no name.
     """
     if not isinstance(format, DeliveryFormat) or not isinstance(getattr(format, "name", None), str):
         hint = "its instance, with brackets: register_delivery(Own())"

@@ -182,7 +182,7 @@ class LayeredFormat(DeliveryFormat):
 
     @abstractmethod
     def coded(self, module: LayerTensors) -> CodedWeight | None:
-        """The codes and scales of a weight in the file; None for a float weight. Raises CheckpointError for others."""
+        """The codes and scales of a weight in the file; None for a float. Raises CheckpointError for other tensors."""
 
     def why_not(self, part: Part) -> str | None:
         raise ExportError(

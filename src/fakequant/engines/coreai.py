@@ -6,7 +6,7 @@ from fakequant.numerics.spec import Arithmetic
 
 
 def variant(field: str, config: TensorConfig) -> TensorConfig:
-    """The configuration of a tensor, where inputs are divided by the scale instead of multiplied by its reciprocal."""
+    """The configuration of a tensor: Core AI divides inputs by the scale, and does not multiply by its reciprocal."""
     spec = config.spec
     if field == "weight" or spec.arithmetic is not Arithmetic.RECIPROCAL:
         return config

@@ -17,7 +17,7 @@ def placement() -> Target:
 
 
 def _multiplier(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """The int64 integer, of 31 bits, and exponent that express a ratio as integer * 2^(exponent - 31)."""
+    """A ratio as integer * 2^(exponent - 31): the integer, of 31 bits, and the exponent, both int64."""
     mantissa, exponent = torch.frexp(ratio.double())
     multiplier = torch.floor(torch.ldexp(mantissa, torch.tensor(31, device="cpu")) + 0.5).long()
     is_over = multiplier == 1 << 31

@@ -172,7 +172,7 @@ class SiteCheck:
 
     @property
     def limits(self) -> list[Tensor]:
-        """The smallest and the largest result of an activation with a single constant scale; else []."""
+        """The smallest and the largest result of an activation with a single constant scale; [] for others."""
         if self.record.parameters is not Parameters.CONSTANT or math.prod(self.record.groups) != 1:
             return []
         with self._fitting():

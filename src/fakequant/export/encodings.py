@@ -232,7 +232,7 @@ def _without(own: Mapping[str, Quantizer], names: Mapping[str, list[str]]) -> li
 
 
 def _params(title: str, path: str, found: TensorEncoding, expected: TensorEncoding, ready: Quantizer) -> QParams:
-    """An encoding as parameters for a quantizer, whose calibrated copy is `ready`; ExportError for another format."""
+    """An encoding as parameters for a quantizer; `ready` is its calibrated copy. Raises ExportError for other formats."""
     before, spec = ready.scale, ready.spec
     assert before is not None
     if (found.dtype, found.scale.size) != (expected.dtype, expected.scale.size):

@@ -195,7 +195,7 @@ class Row:
 
     @property
     def note(self) -> str:
-        """The reason why the row is not intact, or ""."""
+        """The reason why the row is not intact; "" if it is."""
         return "" if self.intact else "changed since the export"
 
 

@@ -178,7 +178,7 @@ def _gemma3(writer: Any, config: Any) -> None:
 
 
 def _gemma_scale(config: Any) -> str:
-    """The reason why llama.cpp would scale a Gemma's attention differently, or ""; the largest have 46 or 62 layers."""
+    """Why llama.cpp would scale a Gemma's attention differently; "" if it would not. Two sizes have another scale."""
     largest = config.num_hidden_layers in (46, 62)
     expected = config.hidden_size // config.num_attention_heads if largest else head_size(config)
     if (config.attn_logit_softcapping is None) != (config.model_type == "gemma3_text"):
@@ -227,7 +227,7 @@ def _experts(writer: Any, config: Any) -> None:
 
 
 def _qwen_experts(config: Any) -> str:
-    """The reason why llama.cpp, which expects experts in all layers, cannot store a Qwen model's experts, or ""."""
+    """Why llama.cpp cannot store a Qwen model's experts; "" if it can. It expects experts in all layers."""
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
         return "not all of its layers have experts"
     wanted = config.model_type == "qwen3_moe"
@@ -242,7 +242,7 @@ def _gpt2(writer: Any, config: Any) -> None:
 
 
 def _gpt2_options(config: Any) -> str:
-    """The reason why llama.cpp computes a GPT-2 differently, or ""; llama.cpp lacks options newer than the paper."""
+    """Why llama.cpp computes a GPT-2 differently; "" if it does not. It lacks options newer than the paper."""
     wanted = {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
     for key, value in {**wanted, "add_cross_attention": False}.items():
         if (own := getattr(config, key)) != value:
@@ -251,7 +251,7 @@ def _gpt2_options(config: Any) -> str:
 
 
 def _gpt2_unread(config: Any, said: Mapping[str, Any]) -> str:
-    """The sizes that transformers 5.23 does not read from the file but replaces by GPT-2's sizes, as text or ""."""
+    """The sizes that transformers 5.23 replaces by GPT-2's sizes instead of reading them, as text; "" if none."""
     width = config.n_inner or 4 * config.n_embd
     sizes = {"n_positions": (config.n_positions, 1024), "n_inner": (width, 4 * config.n_embd)}
     if "tokenizer.ggml.tokens" not in said:

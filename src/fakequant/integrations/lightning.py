@@ -28,7 +28,7 @@ class LightningQATCallback(Training, _lightning.Callback):
             module itself if it has a `forward`, else its only part with parameters.
 
     Raises:
-        ConfigError: the module does not fit (says what to do).
+        ConfigError: the module does not fit; the message has a cure.
         CheckpointError: a checkpoint of other settings.
 
     >>> callback = QATCallback("int8", [torch.ones(2, 4)], teacher="float")

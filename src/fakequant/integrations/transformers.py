@@ -241,7 +241,7 @@ class QATCallback(Training, TrainerCallback):
     resumed training gives the losses of an uninterrupted run. A teacher needs a model that computes its loss itself.
 
     Raises:
-        ConfigError: the Trainer's model, loss or settings do not fit (says what to do).
+        ConfigError: the Trainer's model, loss or settings do not fit; the message has a cure.
         CheckpointError: a checkpoint of other settings.
 
     >>> callback = QATCallback("int8", [{"input_ids": torch.ones(1, 4, dtype=torch.long)}], teacher="float")

@@ -257,7 +257,7 @@ class Graph:
         For many calls use `to_torch` or `compile` once: `run` checks the graph at each call, and each result.
 
         Args:
-            inputs: in the order of the graph's inputs.
+            inputs: the tensors, in the order of the graph's inputs.
 
         Raises:
             GraphError: the graph is not valid, an input is not of the declared type, or an operation fails or makes

@@ -520,7 +520,7 @@ def fuse(ops: Sequence[IROp]) -> IROp:
     """Fuse a chain of operations into one operation, whose only result is the chain's last.
 
     Args:
-        ops: in order; only operations of the chain read results other than the last.
+        ops: the chain in order; no other operation may read its results, except the last.
     """
     made = {id for op in ops for id in op.output_ids}
     inputs = list(dict.fromkeys(id for op in ops for id in op.input_ids if id not in made))

@@ -326,7 +326,7 @@ class MoveFakeQuantize:
 
 
 def _movable(graph: Graph) -> tuple[IROp, IROp] | None:
-    """A quantizer with constant parameters that is the only reader of a reshape, and the reshape; or None."""
+    """A quantizer with constant parameters that is the only reader of a reshape, and the reshape; else None."""
     producers, users, types = graph.producers(), graph.users(), graph.types()
     for op in graph.ops:
         before = producers.get(op.input_ids[0]) if op.input_ids else None

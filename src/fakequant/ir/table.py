@@ -59,7 +59,7 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Signature:
-    """One overload of an operation: its parameters, and the operator of torch that computes it, or None."""
+    """One overload of an operation: its parameters, and the operator of torch that computes it (None: no operator)."""
 
     parameters: tuple[Parameter, ...]
     target: Callable[..., Any] | None = None
@@ -346,7 +346,7 @@ _UNTOLD = (
 
 @dataclass(frozen=True)
 class _Question:
-    """A call whose key is equal if torch infers equal types: layers repeat, and torch takes at least 0.3 ms a call."""
+    """A call as a key of a cache: calls with equal keys have equal types, which take torch at least 0.3 ms."""
 
     key: tuple[object, ...]
     call: Call = field(compare=False)
@@ -429,7 +429,7 @@ def _alike(call: Call, is_size: list[bool]) -> Iterator[list[int]]:
 
 
 def _lengths_in(call: Call) -> list[int]:
-    """The lengths in a call that dynamic dimensions may have to equal, and the sums and products of its lists."""
+    """The lengths in a call that a dynamic dimension may have to equal, and sums and products of its lists."""
     values = [value if isinstance(value, (list, tuple)) else [value] for value in call.arguments.values()]
     lists = [[n for n in value if type(n) is int] for value in values]
     lists += [[n for n in t.shape if n != DYNAMIC] for t in call.inputs]

@@ -339,8 +339,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             layer are named; the cause is torch's error); layers saw no data (all are named, with the reason and a
             cure); another process failed; or the model has no quantizers.
         ConfigError: the method or an option is unknown; the pattern matches no layer with a static quantizer; the mask
-            is no mask; processes calibrate different models, or by a method that cannot be merged ("moving_average");
-            or the last item of a tuple may be labels or an optional argument.
+            is not a mask; processes calibrate different models, or by a method that cannot be merged
+            ("moving_average"); or the last item of a tuple may be labels or an optional argument.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> loader = [(torch.ones(2, 4), "label"), (torch.full((2, 4), 2.54), "label")]

@@ -158,7 +158,7 @@ class Rule:
         ops: functions that a `forward` calls, by name ("add", "matmul", "sdpa", "cat", "softmax", "linear" ...). A rule
             with `ops` quantizes only calls of these functions; its pattern matches the path of the module whose
             `forward` calls them, or the path of one call, as "block.0._sites.add_1". `input` is for computed tensors,
-            and for constants of functions that are no products; `weight` is for the parameters of products. `prepare`
+            and for constants of functions that are not products; `weight` is for the parameters of products. `prepare`
             then needs an example.
         optional: whether the rule may match nothing.
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.

@@ -150,7 +150,7 @@ class Engine:
             group_ranges(model)
 
     def refuse(self, model: nn.Module, preset: str) -> None:
-        """Raise a ConfigError if the engine's files cannot hold a prepared model."""
+        """Raise ConfigError if the engine's files cannot hold a prepared model."""
         if not quantizers(model):
             return
         import_waiting()  # files say what they can hold
@@ -176,7 +176,7 @@ def register_engine(engine: Engine) -> Engine:
     """Add an engine for `target=` and `fakequant.set_execution`; it replaces an engine of the same name.
 
     Raises:
-        ConfigError: the argument is no `Engine`, or its name or alias belongs to an engine of another name.
+        ConfigError: the argument is not an `Engine`, or its name or alias belongs to an engine of another name.
 
     >>> register_engine(known_engines()["vllm"]).aliases
     ('sglang',)

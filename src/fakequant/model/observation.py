@@ -43,7 +43,7 @@ UNSEEN = ("error", "float", "siblings")
 
 
 def check_unseen(unseen: str) -> None:
-    """Raise a ConfigError unless `unseen` is one of "error", "float" and "siblings"."""
+    """Raise ConfigError unless `unseen` is one of "error", "float" and "siblings"."""
     if unseen not in UNSEEN:
         raise ConfigError(f"unseen cannot be {unseen!r}{nearest(str(unseen), UNSEEN)}")
 

@@ -183,7 +183,7 @@ class Flow:
         return len(self.consumers.get(value, [])) == 1 and value not in self.recording.outputs
 
     def products_since_common(self, values: Sequence[int]) -> list[int]:
-        """For each of several values, the number of products on the way from their nearest common ancestor.
+        """The number of products on the way to each value from the nearest common ancestor of all of them.
 
         The longest way counts; without a common ancestor the number is 0. The search goes back to a value from which
         all others come; from any value before it, the way has at least as many products.

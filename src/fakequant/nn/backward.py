@@ -400,7 +400,7 @@ _CONVOLUTIONS: dict[int, tuple[Any, Any, Any]] = {
 
 
 class _Multiplied(torch.autograd.Function):
-    """A product of quantized x and weight; `x_before` and `weight_before` are unquantized, None where not needed."""
+    """A product of quantized x and weight; `x_before` and `weight_before` are unquantized, None if not needed."""
 
     @staticmethod
     def forward(
@@ -476,7 +476,7 @@ def multiplied(
         how: how the backward products are quantized; None leaves them in float.
         x: the input.
         weight: the weight, or the other input.
-        bias: added to the product.
+        bias: a tensor that is added to the product.
 
     Raises:
         ConfigError: `parallelize_module` sharded the weight, or torch.compile traces a transform of torch.func.

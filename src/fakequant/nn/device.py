@@ -550,7 +550,7 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _whole_sums(name: str, x: GridCodes, other: GridCodes, args: Any, kwargs: Any) -> Tensor | None:
-    """Exact sums of a product of codes by integer kernels, int32 or float32; None where no kernel fits."""
+    """Exact sums of a product of codes by integer kernels, int32 or float32; None if no kernel fits."""
     if not (x.is_whole and other.is_whole) or other.kept is None or other.grid.zero_point:
         return None
     if name == "linear":

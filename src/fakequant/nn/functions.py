@@ -28,7 +28,7 @@ Kwargs: TypeAlias = Mapping[str, Any]
 
 
 def of_einsum(args: Args, _: Kwargs) -> str:
-    """The equation in a call of `einsum`; "" where the call has lists of axes."""
+    """The equation in a call of `einsum`; "" if the call has lists of axes."""
     return args[0] if args and isinstance(args[0], str) else ""
 
 
@@ -457,7 +457,7 @@ def register_function(function: SiteFunction, *objects: Callable[..., Any]) -> N
 
 
 def canonical_ops(ops: Iterable[str]) -> frozenset[str]:
-    """The canonical names for a rule's names of functions; ConfigError with the nearest name for an unknown name.
+    """The canonical names of the functions in a rule; raises ConfigError with the nearest name for an unknown name.
 
     >>> sorted(canonical_ops(["sdpa", "add"]))
     ['add', 'scaled_dot_product_attention']

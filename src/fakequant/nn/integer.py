@@ -206,7 +206,7 @@ class IntegerProduct(ABC):
 
 
 def cannot_multiply(spec: QuantSpec) -> str | None:
-    """The reason why tensors of a specification have no codes for an integer product, or None.
+    """Why tensors of a specification have no codes for an integer product; None if they have.
 
     >>> cannot_multiply(QuantSpec("int4"))
     >>> cannot_multiply(QuantSpec("float8_e4m3fn"))
@@ -304,7 +304,7 @@ class MatMulProduct(IntegerProduct):
 
 
 def _input_reason(spec: QuantSpec | None, *granularities: type, name: str = "input") -> str | None:
-    """The reason why an input with a specification has no codes for an integer product, or None."""
+    """Why an input with a specification has no codes for an integer product; None if it has."""
     if spec is None:
         return f"its {name} is in float"
     if reason := cannot_multiply(spec):
@@ -315,7 +315,7 @@ def _input_reason(spec: QuantSpec | None, *granularities: type, name: str = "inp
 
 
 def _weight_reason(spec: QuantSpec | None, weight: Tensor) -> str | None:
-    """The reason why a weight [out, ...] with a specification has no codes for an integer product, or None."""
+    """Why a weight [out, ...] with a specification has no codes for an integer product; None if it has."""
     if spec is None:
         return "its weight is in float"
     if reason := cannot_multiply(spec):
@@ -330,7 +330,7 @@ def _weight_reason(spec: QuantSpec | None, weight: Tensor) -> str | None:
 
 
 def _sum_reason(weight: Tensor, *specs: QuantSpec | None) -> str | None:
-    """The reason why the layer's sums of products may overflow int32, or None."""
+    """Why the layer's sums of products may overflow int32; None if they cannot."""
     size, most = weight[0].numel(), _most(*(spec for spec in specs if spec is not None))
     return f"sums of {size:,} products may leave int32; of {most:,} they cannot" if size > most else None
 

@@ -28,7 +28,7 @@ def layer_of(quantizer: str) -> str:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a path matches a pattern of fnmatch; raises ConfigError if the pattern is no text.
+    """Whether a path matches a pattern of fnmatch; raises ConfigError if the pattern is not a text.
 
     >>> matches("blocks.0", "blocks.*"), matches("blocks.0", "blocks")
     (True, False)

@@ -141,7 +141,7 @@ class Product:
         return join(name, path.rpartition(".")[2].removeprefix("_").removesuffix(_SUFFIX))
 
     def rows(self, x: Tensor) -> Tensor:
-        """The rows [groups, rows, columns] of an input that the matrix multiplies; ConfigError without a matrix."""
+        """The rows [groups, rows, columns] of an input that the matrix multiplies; raises ConfigError without one."""
         raise ConfigError(f"a {self.kind} has no weight matrix")
 
 
@@ -189,7 +189,7 @@ class MatrixProduct(Product):
 
     @property
     def input_transform(self) -> InputTransform | None:
-        """The transform of the input before its quantizer, or None."""
+        """The transform of the input before its quantizer; None without one."""
         return self.layer.input_transform
 
     @property

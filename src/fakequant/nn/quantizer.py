@@ -910,7 +910,7 @@ class Quantizer(QuantizerPart):
     def keep_codes(self) -> None:
         """Keep the fixed codes while training moves the learned scale.
 
-        The weight itself is not read and gets no gradient. `give_values` sets it to the values of its codes. Raises a
+        The weight itself is not read and gets no gradient. `give_values` sets it to the values of its codes. Raises
         ConfigError without fixed codes, or without a range that is learned by gradient.
 
         Source: the second phase of EfficientQAT, arXiv 2407.11062, section 3.3.

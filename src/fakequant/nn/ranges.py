@@ -707,8 +707,8 @@ def params_of_call(
     """The parameters for the running call, selected from those of all bins, and the specification for them and x.
 
     If rows of x have different bins, this specification has a scale for each row. `named` returns the start of
-    messages, "the quantizer ...". Raises a CalibrationError if no call runs, a ShapeError if the parameters do not fit
-    x, and a ConfigError if rows take different bins and the specification has no ranges for rows.
+    messages, "the quantizer ...". Raises CalibrationError if no call runs, ShapeError if the parameters do not fit x,
+    and a ConfigError if rows take different bins and the specification has no ranges for rows.
     """
     bins, shape, groups = by_value.now(), shape_of(x), params.scale.shape[1:]
     if bins is None:

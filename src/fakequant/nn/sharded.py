@@ -63,7 +63,7 @@ def is_shared_out(layer: nn.Module, quantizer: Any) -> bool:
 
 
 def known_parts(name: str, spec: QuantSpec, x: Any, *, observed: bool) -> Tensor:
-    """A DTensor, after the sum over its partial sums, for the quantizer `name`; ConfigError as `check_parts` raises it.
+    """A DTensor after the sum over its partial sums, for the quantizer `name`; raises ConfigError like `check_parts`.
 
     `observed`: a calibrator gathers the parts next, so that a ConfigError is also raised if their sizes differ between
     processes.

@@ -277,7 +277,7 @@ def is_operand(value: object) -> bool:
 
 
 def _first(args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The argument that an in-place function overwrites, which is no operand of some functions, such as `addmm_`."""
+    """The argument that an in-place function overwrites; it may not be an operand, as in `addmm_`."""
     return args[0] if args else kwargs.get("input", kwargs.get("self"))
 
 

@@ -158,7 +158,7 @@ class StoredWeight(Tensor):
         return decoded.unflatten(0, indices.shape) if indices.dim() != 1 else decoded
 
     def with_parts(self, packed: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> StoredWeight:
-        """A weight with other codes, and other scales unless None; ConfigError if a shape or dtype differs."""
+        """A weight with other codes, and other scales unless None; raises ConfigError for another shape or dtype."""
         given = packed, self.scale if scale is None else scale, self.zero_point if zero_point is None else zero_point
         for own, new in zip((self.packed, self.scale, self.zero_point), given, strict=True):
             if own is not None and new is not None and (own.shape, own.dtype) != (new.shape, new.dtype):

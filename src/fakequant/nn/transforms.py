@@ -13,7 +13,7 @@ from fakequant.errors import ConfigError, nearest
 
 
 class InputTransform(nn.Module, ABC):
-    """The transform T in Q(T(x)) Q(W T^-1)^T, a submodule of a quantized layer; subclasses are kinds with a name.
+    """The transform T in Q(T(x)) Q(W T^-1)^T, a submodule of a quantized layer; each subclass is a kind, with a name.
 
     Options of a kind are whole numbers, so that a checkpoint can store the options and the buffers.
     """
@@ -28,7 +28,7 @@ class InputTransform(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def of(cls, layer: Any, **options: int) -> InputTransform:
-        """An identity transform for a layer, or one whose buffers a checkpoint sets; ConfigError if it does not fit."""
+        """An identity transform for a layer; a checkpoint may set its buffers. Raises ConfigError if it cannot fit."""
 
     def options(self) -> dict[str, int]:
         """The options with which `of` makes an equal transform."""
@@ -245,7 +245,7 @@ def walsh_hadamard(x: Tensor) -> Tensor:
 
 
 def make_transform(kind: str, layer: Any, **options: int) -> InputTransform:
-    """A transform of a layer by the kind's name; ConfigError for an unknown kind or option, or another layer."""
+    """A transform of a layer by its kind's name; raises ConfigError for an unknown kind or option, or a wrong layer."""
     cls = InputTransform._kinds.get(kind)
     if cls is None:
         raise ConfigError(f"unknown transform {kind!r}{nearest(kind, [*InputTransform._kinds])}")

@@ -64,7 +64,7 @@ class Granularity(ABC):
         Args:
             axis: the axis of the channels that the product sums over.
             window: the axes of the kernel's positions, with their lengths.
-            length: for a weight, the number of channels in one sum; None where blocks lie along the channels alone.
+            length: for a weight, the number of channels in one sum; None if blocks lie along the channels alone.
         """
         return self
 
@@ -330,7 +330,7 @@ def granularities() -> list[str]:
 
 
 def parse_granularity(text: str) -> Granularity:
-    """The granularity of a text form; a SpecError for other texts.
+    """The granularity of a text form; raises SpecError for other texts.
 
     >>> parse_granularity("per_block(-1:32)")
     PerBlock(sizes=((-1, 32),), pad=False)

@@ -20,7 +20,7 @@ _WORD = 0xFFFFFFFF
 
 
 def draw_seed() -> Tensor:
-    """A seed from torch's default generator, so that `torch.manual_seed` decides it [], int64.
+    """A seed, int64 [], from torch's default generator, which `torch.manual_seed` sets.
 
     It is drawn on the CPU also for tensors elsewhere, so that results do not depend on the device.
     """

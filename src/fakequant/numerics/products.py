@@ -55,9 +55,9 @@ class FixedPoint:
     """How an integer unit rounds sums of products to codes: float64 tensors that broadcast with the sums.
 
     Attributes:
-        constant: added to the sum first.
+        constant: the number that is added to the sum first.
         down: a power of two that multiplies this sum; the product is rounded down.
-        factor: multiplies this whole number; half is added to the product, and the sum is rounded down.
+        factor: the number that multiplies the result; half is added to the product, and the sum is rounded down.
     """
 
     constant: Tensor

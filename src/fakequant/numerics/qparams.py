@@ -60,7 +60,7 @@ class QParams(NamedTuple):
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which floats of `dtype` are quantized: float64 for float64, else float32; DTypeError for others."""
+    """The dtype in which floats of `dtype` are quantized: float64 or float32. Raises DTypeError for other dtypes."""
     if dtype not in FLOATING:
         raise DTypeError(
             f"cannot quantize a tensor of dtype {dtype}: expected float32, float64, float16 or bfloat16; "
@@ -70,7 +70,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raise a DTypeError unless a value is a tensor, and neither sparse, nested nor quantized."""
+    """Raise DTypeError unless a value is a tensor, and neither sparse, nested nor quantized."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested or value.is_quantized:
         if isinstance(value, Tensor) and value.is_nested:
             kind, way = "a nested tensor", f"torch.nested.to_padded_tensor({name}, 0.0)"
@@ -96,7 +96,7 @@ def is_plain_eager() -> bool:
 def shape_of(x: Tensor) -> tuple[int, ...]:
     """The shape of x as numbers; torch.jit.trace would record its lengths as tensors, and warn where they are compared.
 
-    Axes that are divided among scales then have the lengths of the example.
+    In a trace, axes with several scales therefore have the lengths of the example.
     """
     if torch.compiler.is_compiling() or (state := torch._C._get_tracing_state()) is None:
         return x.shape
@@ -126,7 +126,7 @@ def is_concrete(*tensors: object) -> bool:
 
 
 def is_readable_without_sync(values: Tensor, *, traced: bool = True) -> bool:
-    """Whether values may be read without a wait for an accelerator; `traced` is false where `is_concrete` is true."""
+    """Whether values may be read without waiting for an accelerator; `traced` is False if `is_concrete` is True."""
     return values.device.type == "cpu" and (not traced or is_concrete(values))
 
 
@@ -295,7 +295,7 @@ _WITH_RECIPROCAL: dict[torch.dtype, _Bounds] = {
 
 
 def resolve_seed(seed: int | Tensor | None, spec: QuantSpec, x: Tensor) -> Tensor | None:
-    """The seed of stochastic rounding, drawn if none is given; None where rounding is to nearest."""
+    """The seed of stochastic rounding, drawn if none is given; None if rounding is to nearest."""
     if spec.rounding is Rounding.NEAREST_EVEN:
         if seed is None:
             return None
@@ -340,7 +340,7 @@ def check_scale(
 
     Args:
         scale: any shape.
-        arithmetic: of the specification.
+        arithmetic: the arithmetic of the specification.
         exact: whether scales may be 0 or negative, see `ScaleSpec.is_exact`.
         signed: whether scales may be negative, see `QuantSpec.has_signed_scales`.
         traced: see `is_readable_without_sync`.
@@ -397,7 +397,7 @@ def _plain_number(value: Number) -> Number:
 
 
 def as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter for x as a tensor of a dtype; a DTypeError or QParamsError if it is no real number of that dtype."""
+    """A parameter for x as a tensor of a dtype; raises DTypeError or QParamsError unless it is a real number."""
     value = _plain_number(value)
     if isinstance(value, Tensor):
         check_tensor(name, value)

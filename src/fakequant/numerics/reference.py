@@ -152,7 +152,7 @@ def _blocked_params(params: QParams, shape: Shape, blocks: Shape, dtype: torch.d
 
 
 def seed_of(seed: Tensor | None, spec: QuantSpec) -> Tensor | None:
-    """The seed of stochastic rounding, a QParamsError if it is missing; None if rounding is to nearest."""
+    """The seed of stochastic rounding, None if rounding is to nearest; raises QParamsError if it is missing."""
     if spec.rounding is Rounding.NEAREST_EVEN:
         return None
     if seed is None:
@@ -224,7 +224,7 @@ def divided(
 
     Args:
         spec: how the tensors are quantized.
-        tensors: of one shape; their parts are views.
+        tensors: tensors of the same shape; their parts are views.
         params: scales, zero points and others [groups, axes kept]; a part gets the values of its groups.
         with_shared: whether tensors are divided even if a group then lies in several parts.
     """

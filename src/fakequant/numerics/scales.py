@@ -188,7 +188,7 @@ class ScaleSpec:
 
     @classmethod
     def parse(cls, text: str) -> ScaleSpec:
-        """Parse the text of a specification, empty for float32 scales; a SpecError for other texts."""
+        """Parse the text of a specification, which is empty for float32 scales; raises SpecError for other texts."""
         if not text:
             return cls()
         name, _, granularity = text.removeprefix(cls.word + "=").partition("@")
@@ -240,7 +240,7 @@ class ScaleSpec:
 
     @property
     def _room(self) -> float:
-        """The format's largest number divided by its largest power of two; it has 6 / 4 of this power, too."""
+        """The format's largest number over its largest power of two; 1.5 times that power is a number, too."""
         assert self.format is not None, "float32 scales need none"
         return self.format.quant_max / 2.0 ** (math.frexp(self.format.quant_max)[1] - 1)
 
@@ -316,7 +316,7 @@ class ScaleSpec:
         return torch.int16 if self.format.bits > 8 else torch.uint8
 
     def _shared(self, extent: Tensor, divisor: float) -> Tensor:
-        """For each extent, the farthest from 0 of the extents under the same shared scale, divided by `divisor`."""
+        """For each extent, the extent farthest from 0 under the same shared scale, divided by `divisor`."""
         assert self.granularity is not None, "only scales with one share"
         whole = over_blocks(extent, self.granularity.block_shape(extent.shape), farthest)
         return divide(whole, torch.full_like(whole, divisor))

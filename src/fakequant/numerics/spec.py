@@ -273,10 +273,10 @@ class QuantSpec:
 
     @staticmethod
     def parse(text: str) -> QuantSpec:
-        """The specification of a text form: a format, a granularity, then what differs from the defaults.
+        """The specification that a text describes: a format, a granularity, then all that differs from the defaults.
 
         Raises:
-            SpecError: a word that means nothing; the nearest words are offered.
+            SpecError: a word is unknown; the message lists the nearest words.
         """
         if torch.compiler.is_compiling():
             return _parse(text)  # a trace must not change what outlives it
@@ -321,7 +321,7 @@ class QuantSpec:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> QuantSpec:
-        """The specification of a dict made by `to_dict`, with defaults for missing keys; else a SpecError."""
+        """The specification from a dict of `to_dict`; missing keys get defaults. Raises SpecError for other dicts."""
         check_keys(values, [f.name for f in fields(cls)], "a specification", SpecError)
         options = dict(values)
         try:
@@ -379,7 +379,7 @@ def _parse(text: str) -> QuantSpec:
 
 
 def as_spec(spec: QuantSpec | str) -> QuantSpec:
-    """The specification of a text; a `QuantSpec` is returned as it is. A SpecError for all else."""
+    """The specification that a text describes; a `QuantSpec` is returned as it is. Raises SpecError for others."""
     if isinstance(spec, QuantSpec):
         return spec
     if not isinstance(spec, str):

@@ -35,8 +35,8 @@ class CallKind(NamedTuple):
     Attributes:
         spec: how x is quantized.
         variant: VALUES; RELU, where torch.relu(x) is quantized; CODES, where codes are written or read.
-        dtype: of x, or of the decoded values.
-        device, shape, stride: of x, or of the codes.
+        dtype: the dtype of x, or of the decoded values.
+        device, shape, stride: those of x, or of the codes.
         scale: None if the parameters come from the range of x.
         zero_point: None if it is 0 everywhere.
     """
@@ -102,14 +102,14 @@ class KernelPlan(NamedTuple):
     The functions are outside of autograd. Scale and zero point are None if they come from the range of x.
 
     Attributes:
-        values: from (x, scale, zero_point, descriptor) to the quantized values; None if a parameter is not valid.
+        values: takes (x, scale, zero_point, descriptor), returns the quantized values, None if a parameter is invalid.
         values_and_mask: like `values`, with the packed mask of where gradients pass, or None if they pass everywhere.
-        grad_input: from (dy, mask) to the gradient of x; dy must have the strides `stride`.
-        gradients: from (dy, x, mask, scale, zero_point, descriptor, wants_scale, wants_zero_point) to the gradients of
-            x, scale and zero point, each None if not needed; dy and x must have the strides `stride`.
-        codes: from (x, scale, zero_point, descriptor) to the codes, and whether x has NaN, which has no
-            integer code: a bool, or on an accelerator a tensor of one number.
-        decode: from (codes, scale, zero_point, descriptor) to the decoded values.
+        grad_input: takes (dy, mask), returns the gradient of x; dy must have the strides `stride`.
+        gradients: takes (dy, x, mask, scale, zero_point, descriptor, wants_scale, wants_zero_point), returns the
+            gradients of x, scale and zero point, each None if not needed; dy and x must have the strides `stride`.
+        codes: takes (x, scale, zero_point, descriptor), returns the codes, and whether x has NaN, which has no integer
+            code: a bool, or on an accelerator a tensor of one number.
+        decode: takes (codes, scale, zero_point, descriptor), returns the decoded values.
         stride: the strides of results and gradients: those of x, or contiguous if x has gaps.
         spec: the specification.
         backend: the name of the backend.
@@ -263,18 +263,18 @@ class Backend(ABC):
 
     @abstractmethod
     def unavailable(self) -> str | None:
-        """The reason why the backend cannot serve any call on this machine, or None."""
+        """Why the backend cannot serve any call on this machine; None if it can."""
 
     def unfit(self, x: Tensor) -> str | None:
-        """The reason why the backend can serve no call for a tensor of this type and device, or None."""
+        """Why the backend can serve no call for tensors of this type and device; None if it can serve some."""
         return None
 
     @abstractmethod
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
-        """The reason why the backend cannot serve this call for x of its type, dtype and device, or None.
+        """Why the backend cannot serve this call for x of its type, dtype and device; None if it can.
 
         Args:
-            codes: the call reads or writes codes, not values.
+            codes: whether the call reads or writes codes, not values.
         """
 
     @abstractmethod

@@ -158,7 +158,7 @@ def find_plan(
     variant: str = VALUES,
     dtype: torch.dtype | None = None,
 ) -> KernelPlan | None:
-    """The plan for a call in plain eager execution, see `CallKind`, or None.
+    """The plan for a call in plain eager execution, see `CallKind`; None in three cases.
 
     It is None if something must see torch's operations (see `library.needs_tracing`), if a parameter does not fit x, or
     if no kernel computes the ReLU in the same pass.

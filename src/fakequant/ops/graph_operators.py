@@ -115,7 +115,7 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, Non
 
 
 class Decomposed(torch.autograd.Function):
-    """The definition as torch operations with a backward pass of torch operations, which a compiler can fuse."""
+    """The operator as the definition's torch operations, forward and backward, which a compiler can fuse."""
 
     @staticmethod
     def forward(
@@ -349,7 +349,7 @@ def unpack_mask(mask: Tensor, shape: torch.Size, plan: KernelPlan) -> Tensor:
 
 
 def laid(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """x, copied if necessary to have these strides, in which kernels read memory."""
+    """x in these strides, in which kernels read memory; copied only if necessary."""
     if x.stride() == stride:
         return x
     if all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), stride, strict=True)):
@@ -465,13 +465,13 @@ class _AsNode(torch.autograd.Function):
 
 
 def name_of_choice(device: torch.device, dtype: torch.dtype, text: str) -> str:
-    """The name of the backend for plain tensors; a compiler evaluates this as a constant while it traces."""
+    """The name of the backend that serves such plain tensors for a specification `text`; a constant in a trace."""
     with _disable_current_modes():
         return choose(torch.empty(0, dtype=dtype, device=device), QuantSpec.parse(text)).name
 
 
 def has_mask(text: str) -> bool:
-    """Whether some gradients are masked, which IDENTITY never does; a compiler evaluates this as a constant."""
+    """Whether some gradients are masked, as for all specifications but IDENTITY; a constant in a trace."""
     return QuantSpec.parse(text).gradient is not Gradient.IDENTITY
 
 

@@ -49,14 +49,14 @@ def table_fields(fmt: Format, dtype: torch.dtype) -> tuple[float, ...]:
 
 
 def cannot_round(fmt: Format, dtype: torch.dtype) -> str | None:
-    """The reason why the kernels cannot round to a format in a dtype, or None."""
+    """Why the kernels cannot round to a format in a dtype; None if they can."""
     if fmt.grid.mantissa_bits is not None and fmt.quant_max > LARGEST and dtype != torch.float64:
         return f"the kernels round floats up to 2**64, {fmt} reaches {fmt.quant_max:g}"
     return None
 
 
 def cannot_hold(spec: QuantSpec) -> str | None:
-    """The reason why the kernels cannot compute with the parameters of a specification, or None."""
+    """Why the kernels cannot compute with the parameters of a specification; None if they can."""
     if spec.arithmetic.has_two_scales:
         return f"the kernels encode and decode by one scale, and {spec} by two"
     return None
@@ -70,7 +70,7 @@ def is_lattice(spec: QuantSpec) -> bool:
 def cannot_choose(
     spec: QuantSpec, dtype: torch.dtype, groups: tuple[int, ...], order: tuple[int, ...] | None = None
 ) -> str | None:
-    """The reason why the kernels cannot compute the scales of a specification from ranges, or None.
+    """Why the kernels cannot compute the scales of a specification from ranges; None if they can.
 
     `groups` is the shape of the scales, `order` their axes from slowest to fastest in the kernel (default: in order).
     """
@@ -128,7 +128,7 @@ def in_turn(stored: ScaleSpec | None, groups: tuple[int, ...], order: tuple[int,
 
 
 def cannot_draw(fmt: Format, dtype: torch.dtype) -> str | None:
-    """The reason why the kernels cannot round stochastically to a format, or None."""
+    """Why the kernels cannot round stochastically to a format; None if they can."""
     grid = fmt.grid
     if grid.mantissa_bits is None or dtype == torch.float64:
         return None

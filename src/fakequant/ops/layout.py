@@ -124,7 +124,7 @@ _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def relu_later(x: Tensor) -> Tensor:
-    """x if a quantizer may compute the ReLU after a reshape or maximum; torch.relu(x) if ReLU would change strides."""
+    """x if a quantizer after a reshape or maximum may compute the ReLU; torch.relu(x) if ReLU would change strides."""
     return x if keeps_strides(x) else torch.relu(x)
 
 

@@ -52,7 +52,7 @@ def largest_inner_size(x_magnitude: int, weight_magnitude: int) -> int:
 
 @cache
 def linear_unavailable(device_type: str) -> str | None:
-    """The reason why `linear` cannot run on a device type, or None."""
+    """Why `linear` cannot run on a device type; None if it can."""
     if device_type not in ("cpu", "cuda"):
         return f"integer products are for CPU and CUDA, not for {device_type}"
     codes = torch.tensor([-128, 127, -1, 64], dtype=torch.int8, device=device_type).repeat(32, 16)
@@ -73,7 +73,7 @@ def linear_unavailable(device_type: str) -> str | None:
 def trial(
     name: str, compute: Callable[[Tensor], Tensor], given: tuple[Tensor, ...], exact: Callable[[Tensor], Tensor]
 ) -> str | None:
-    """The reason why an operator that should sum codes exactly cannot be used, or None.
+    """Why an operator cannot be used to sum codes exactly; None if it can.
 
     Raises:
         RuntimeError: out of memory, which says nothing about the operator, so that callers must not cache this failure.
@@ -283,7 +283,7 @@ _LARGEST_WINDOW = 1 << 20
 
 @cache
 def convolution_unavailable(device_type: str) -> str | None:
-    """The reason why `convolution` cannot run on a device type, or None."""
+    """Why `convolution` cannot run on a device type; None if it can."""
     if device_type != "cpu":
         return f"integer convolutions are for CPU, not for {device_type}"
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qconv_prepack"):
@@ -440,7 +440,7 @@ def _sizes(codes: Tensor, weight: PackedWeight) -> list[int] | None:
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether x [n, channels, ...] is channels-last by torch's rule, so that oneDNN's result is, too; never with gaps.
+    """Whether x [n, channels, ...] is channels-last by torch's rule, so that oneDNN's result is; False with gaps.
 
     The rule of torch (c10/core/MemoryFormat.h) also reads strides of axes of one element: an image with channels last
     does not count if its axis n was added by `unsqueeze`, with a stride that is too small.
@@ -475,7 +475,7 @@ def _sums(codes: Tensor, zero_point: int, weight: PackedWeight) -> Tensor:
 
 
 def _plain(codes: Tensor, zero_point: int, weight: PackedWeight) -> tuple[Tensor, ConvParams]:
-    """The codes and windows rewritten so that oneDNN computes exact sums, as it did for 17,000 random windows."""
+    """Codes and windows, rewritten so that oneDNN sums them exactly, as it did for 17,000 random windows."""
     stride, padding, dilation, groups = weight.places
     if any(padding):
         codes = F.pad(codes, [n for n in reversed(padding) for _ in range(2)], value=zero_point)

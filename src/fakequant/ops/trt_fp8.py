@@ -29,7 +29,7 @@ def as_trt_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
     """Fake-quantized x [...], written to the file as TRT_FP8QuantizeLinear and TRT_FP8DequantizeLinear.
 
     Args:
-        x: to quantize, any shape.
+        x: the tensor to quantize, any shape.
         scale: one number in a tensor of any shape; None and 0 mean 1.
 
     Raises:

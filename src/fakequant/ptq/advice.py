@@ -432,7 +432,7 @@ def advise(  # noqa: PLR0913  all but the first two by name
         progress: whether to say before each trial what may follow; by default on a terminal and in a notebook.
 
     Raises:
-        ConfigError: an unknown target or preset, a prepared model, a floor or a metric of the float model that is no
+        ConfigError: an unknown target or preset, a prepared model, a floor or a metric of the float model that is not a
             number, no preset that the model can have, a folder of another search, or `forward` with a target that
             places quantizers, which needs an example.
         CalibrationError: no batches, or the float model fails on one or gives NaN.

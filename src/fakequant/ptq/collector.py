@@ -60,7 +60,7 @@ class InputChoice(NamedTuple):
 
     Attributes:
         transform: None where no transform was chosen.
-        params: the new scales of the quantizer; None where they stay.
+        params: the new scales of the quantizer; None if they stay.
         left: the share of the error of the layers' outputs that is left after each step.
     """
 
@@ -241,7 +241,7 @@ class ChoicesForSiblings(NamedTuple):
 
     Attributes:
         calls: the calls of the earlier layer, by the number of the batch.
-        wanted: the calls of that layer in the float model; None where the float model did not run.
+        wanted: the calls of that layer in the float model; None if the float model did not run.
         choices: by the name of the layer; the same names in all processes.
     """
 

@@ -64,7 +64,7 @@ class _Measured(NamedTuple):
     """What a judge measures of a model.
 
     Attributes:
-        distance: how far the model's output is from the float model's; None where it cannot be measured.
+        distance: how far the model's output is from the float model's; None if it cannot be measured.
         rows: the error of each row of all processes [rows].
         score: the user's metric; None without a metric.
     """

@@ -282,7 +282,7 @@ class AdviceContext:
         arguments: the further arguments of `calibrate` as text for the code, such as ", inputs=0".
         call: the positional and keyword arguments of a call of the model; None if they are not known.
         command: returns the command that makes the model with other arguments (preset=, method=, improve=, float=,
-            rule=, folds=); None where the code is Python.
+            rule=, folds=); None if the code is Python.
         target: the engine that will run it; None for no engine in particular.
     """
 
@@ -316,7 +316,7 @@ def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USU
         batches: numbered from 0. Of the first eight every second one judges changes, and the others make them.
 
     Returns:
-        What was tried; None where the model returns no floats that could have an error.
+        What was tried; None if the model returns no floats that could have an error.
 
     >>> from fakequant.data.batches import Batches
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8")
@@ -350,7 +350,7 @@ def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USU
 def _best_of(
     trials: ChangeTrials, changes: Iterable[Change], tried: list[Tried], best: int | None = None
 ) -> int | None:
-    """Try changes; returns the index of the best in `tried`, or None. A later change must be clearly better."""
+    """Try changes; returns the index in `tried` of the best, or None. Of two, the later must be clearly better."""
     for change in changes:
         tried.append(trials.of(change))
         if tried[-1].helps and (best is None or tried[-1].after < CLEARLY * tried[best].after):

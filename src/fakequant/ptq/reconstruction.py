@@ -179,7 +179,7 @@ PRESETS = {
 
 
 def preset_of(given: str | Preset) -> Preset:
-    """The preset of a name; a ConfigError if the name is unknown."""
+    """The preset called `given`; raises ConfigError if the name is unknown."""
     if isinstance(given, Preset):
         return given
     if given not in PRESETS:
@@ -300,7 +300,7 @@ class _Learning:
                 quantizer.stop_learning()
 
     def loss(self) -> float:
-        """The mean loss over all inputs with rounded weights; a CalibrationError if it is not finite."""
+        """The mean loss over all inputs with rounded weights; raises CalibrationError if it is not finite."""
         with torch.no_grad():
             values = {name: learned.hard() for name, learned in self._learned.items()}
             losses = [float(self._error(values, *example)) for example in self._examples]

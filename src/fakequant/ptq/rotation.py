@@ -291,7 +291,7 @@ def rotate(
     Args:
         model: a float model; call this before `prepare`.
         batch: one batch of a data loader.
-        kind: "hadamard": with random signs, times a random rotation where the width is no power of two; or "random".
+        kind: "hadamard": with random signs, times a random rotation where the width is not a power of two; or "random".
         seed: the seed of the random numbers.
         inputs, forward: as for `calibrate`. If the model also returns a cache of keys and values, let `forward` return
             the output alone: rotated heads change the cache.
@@ -388,7 +388,7 @@ class _Rotation:
         return None
 
     def _try(self, touched: list[nn.Module | nn.Parameter], change: Callable[[], None]) -> str | None:
-        """Change the model; if its output changes, undo the change and return the reason, else None."""
+        """Change the model. If its output changes, undo the change and return the reason; otherwise return None."""
         back = state_of_parts(self._model, touched)
         with restore_on_error(back):
             try:

@@ -43,7 +43,7 @@ class LayerCall(NamedTuple):
 
     Attributes:
         writes: how often the first argument was written in place before the call; None if torch does not count writes.
-        autocast: the device type and the dtype of autocast around the call; None where it is off.
+        autocast: the device type and the dtype of autocast around the call; None if it is off.
         bins: the bins of this call, by the value that chooses ranges, such as a timestep.
     """
 
@@ -140,7 +140,7 @@ def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str,
 
 
 def _added_to(recording: Recording, value: int) -> int | None:
-    """The number of the value to which `value` is added, if that is the only use of `value`; else None."""
+    """The number of the value to which `value` is added; None if that is not the only use of `value`."""
     shape = recording.values[value].shape
     while len(calls := recording.consumers.get(value, ())) == 1:
         (call,) = calls

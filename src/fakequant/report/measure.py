@@ -62,7 +62,7 @@ def first_examples(model: nn.Module, batch: Any, output: Any, run: Forward) -> t
 
 
 def _rows(leaves: list[Any]) -> int | None:
-    """The length of the first axis that all tensors share; None if lengths differ, or if something is no tensor."""
+    """The length of the first axis that all tensors share; None if lengths differ, or if something is not a tensor."""
     if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
         return None
     lengths = {len(leaf) for leaf in leaves}
@@ -223,8 +223,8 @@ def measure(
 ) -> Measured:
     """Measure every quantizer on all batches, and every layer alone on examples of the first batch.
 
-    To measure a layer alone takes about half a run of the model. So only as many examples of the first batch are used
-    as give 65,536 values of the output, if the batch can be cut; `alone_on` names the number.
+    To measure a layer alone takes about half a run of the model. So only the first examples of the first batch are
+    used, enough for 65,536 values of the output, if the batch can be cut; `alone_on` says how many.
 
     Args:
         model: a calibrated model.

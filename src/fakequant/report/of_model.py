@@ -141,8 +141,8 @@ def report(  # noqa: PLR0913  all but the first four by name
 ) -> Path:
     """Measure a model and write its report as one HTML file, and the figures as JSON beside it.
 
-    Each layer is also measured alone, which takes about half a run of the model for each layer: on as many examples of
-    the first batch as give 65,536 values of the output, if the batch can be cut. The page names the number. If
+    Each layer is also measured alone, which takes about half a run of the model for each layer: on the first examples
+    of the first batch, enough for 65,536 values of the output, if the batch can be cut. The page says how many. If
     `set_execution` has set an engine, all figures are computed with the engine's arithmetic.
 
     The page advises a change that was tried: made with every second of the first eight batches, and judged by the error
@@ -271,7 +271,7 @@ def advised(
 
 
 def with_advice(data: ReportData) -> ReportData:
-    """The report with the next step that follows from its `advice`; a report with a next step is not changed."""
+    """The report with the next step that its `advice` suggests; a report that has a next step is not changed."""
     if data.next:
         return data
     text, code = _next(data)

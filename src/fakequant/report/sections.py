@@ -314,7 +314,7 @@ def _improvement(data: ReportData) -> str:
 
 @section(Section.CURVE, optional=True)
 def _curve(data: ReportData) -> str:
-    """A plot and a table of the metric over bits; if a row lacks the metric, of the output's error in dB."""
+    """A plot and a table of the metric over bits; if a row lacks the metric, of the output's error in dB instead."""
     if data.curve is None:
         return ""
     succeeded = [row for row in data.curve.rows if not row.failed]

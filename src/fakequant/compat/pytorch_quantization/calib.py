@@ -36,7 +36,7 @@ _SUMMED = 2.0**-16
 
 
 def percentile_amax(counts: np.ndarray, edges: np.ndarray, percentile: float) -> Tensor:
-    """The left edge of the first bin with which the counts up to it reach the percentile, as a 0-d tensor."""
+    """The left edge of the first bin at which the counts reach the percentile, as a 0-d tensor."""
     shares = np.cumsum(counts / counts.sum())
     return torch.tensor(edges[np.searchsorted(shares, percentile / 100)].item(), device="cpu")
 
@@ -85,7 +85,7 @@ def _nearly_least(errors: Callable[[np.ndarray], np.ndarray], amax: np.ndarray, 
     between them from below: thresholds between two others are computed only if this bound does not exclude them.
 
     Args:
-        errors: from indices of thresholds to the means of w (x - y)**2, as float32 sums them.
+        errors: a function from indices of thresholds to the means of w (x - y)**2, as float32 sums them.
         amax: the thresholds in rising order.
         second: the mean of w x**2.
     """

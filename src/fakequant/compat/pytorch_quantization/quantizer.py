@@ -178,7 +178,7 @@ class Blocks:
         """Show the amax of every block [1, blocks] to a calibrator.
 
         Raises:
-            NotImplementedError: the calibrator is no `MaxCalibrator`.
+            NotImplementedError: the calibrator is not a `MaxCalibrator`.
         """
         if not isinstance(calibrator, calib.MaxCalibrator):
             raise NotImplementedError(f"{type(calibrator).__name__} has no blocks; use calib_method='max'")

@@ -59,7 +59,7 @@ class Integers:
 
 
 class Halfs(NamedTuple):
-    """A float16 of a block, with a name.
+    """A field of a block with one float16, called `name`.
 
     Like every field of a `BlockLayout` it has a size in bytes, writes numbers to bytes [blocks, size], and reads them.
     """

@@ -221,7 +221,7 @@ class Recording:
 
     @cached_property
     def consumers(self) -> dict[int, list[FunctionCall]]:
-        """By value of a complete run, the calls that compute something from it, each call once."""
+        """The calls that compute something from each value of a complete run, each call once."""
         found: dict[int, list[FunctionCall]] = {}
         for call in self.calls:
             for value in dict.fromkeys(call.inputs if call.outputs else ()):  # others give a number, a text or a shape
@@ -578,7 +578,7 @@ class Neighbors:
     """Some modules, the makers, and the layers that read their outputs.
 
     Attributes:
-        readers: by maker, the layers whose first argument is the maker's output, directly or through functions.
+        readers: for each maker, the layers whose first argument is its output, directly or through functions.
         calls: how often the makers and layers are called.
         elsewhere: the makers whose output or parameter is also read or stored outside of these layers.
     """

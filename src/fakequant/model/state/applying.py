@@ -158,7 +158,7 @@ def outline_of(tensors: Mapping[str, Any], plan: Any) -> str:
 
 
 def check_plan(model: nn.Module, plan: Plan) -> None:
-    """Raise a CheckpointError if the modules of a float model are not the modules of a plan."""
+    """Raise CheckpointError if the modules of a float model are not the modules of a plan."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if missing := [name for name in plan.layers if name not in modules]:
         raise CheckpointError(

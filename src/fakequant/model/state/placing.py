@@ -470,7 +470,7 @@ def _check_zero_point(spec: QuantSpec, zero_point: Tensor) -> None:
 
 
 def _check_shape(spec: QuantSpec, name: str, value: Tensor, weight: object) -> None:
-    """Raise a ShapeError if `value` [groups] does not fit the weight; without a weight, if it fits no tensor at all."""
+    """Raise ShapeError if `value` [groups] does not fit the weight; without a weight, if it fits no tensor at all."""
     if isinstance(weight, Tensor):
         expected = spec.granularity.group_shape(weight.shape)
         if tuple(value.shape) != expected and not value.numel() == 1 == math.prod(expected):

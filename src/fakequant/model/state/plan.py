@@ -382,7 +382,7 @@ def sites_entry(model: nn.Module) -> SitesEntry:
 
 
 def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
-    """Raise a CheckpointError if a model's modules (by path) lack the calls that an entry quantizes."""
+    """Raise CheckpointError if a model's modules (by path) lack the calls that an entry quantizes."""
     if missing := [path for path in (*entry.owners, *entry.shielded) if path not in modules]:
         raise CheckpointError(f"the checkpoint has modules that the model lacks: {', '.join(missing)}")
     for path, owner in entry.owners.items():

@@ -116,7 +116,7 @@ class QuantizedState(Plan):
             anew at each access: use one before you read the next, and before the model changes.
         layers: the quantizers of each layer, by path.
         sites: the quantizers of functions that a `forward` calls.
-        shared: by tied name, the name of the same tensor in `tensors` or `weights`.
+        shared: for a further name of a tied tensor, its name in `tensors` or `weights`.
         versions: the versions (`_version`) of modules, by path, if they are not 1; None if they are not known.
         stale: the paths of quantizers of weights whose scales were made for other weights.
 
@@ -529,7 +529,7 @@ def write_folder(
         progress: whether to show a progress bar of the tensors, see `track`.
 
     Raises:
-        CheckpointError: a name is no file of the folder, or does not fit the content.
+        CheckpointError: a name is not a file of the folder, or does not fit the content.
         OutputError: a file cannot be written, or is a link to a file elsewhere; the old files are unchanged.
     """
     for name, content in files.items():

@@ -80,7 +80,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
     access checks every weight, one after the other: its codes must give the same bits.
 
     Args:
-        shared: by tied name, the first name of the same tensor.
+        shared: the first name of a tied tensor, by its other names.
         weights: the result of `quantized_weights`.
 
     Attributes:

@@ -50,8 +50,8 @@ class Distillation:
         axis: the axis of the classes in the logits. By default it is the axis that integer labels lack: axis 1 for maps
             [N, classes, H, W] with labels [N, H, W], as for `cross_entropy`, the last axis for tokens. Without integer
             labels it is the last of up to three axes.
-        mask: which tokens count, as for `calibrate`. Tokens whose integer label is no class, such as -100 or 255, never
-            count. By default all other tokens count, but in a batch without integer labels not the tokens that
+        mask: which tokens count, as for `calibrate`. Tokens whose integer label is not a class, such as -100 or 255,
+            never count. By default all other tokens count, but in a batch without integer labels not the tokens that
             "attention_mask" masks. An output that does not begin with the mask's axes counts as a whole. If the loss of
             a causal model compares an output with the next label, the next label decides here, too.
         keep: whether to store the teacher's outputs for a batch in memory until the same batch comes again. A batch is

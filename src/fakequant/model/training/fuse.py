@@ -50,8 +50,8 @@ class Fusions:
     """The batch normalisations of a model: some can be fused into a layer, the others stay.
 
     Attributes:
-        fused: by the path of a normalisation, the path of the layer that it is fused into.
-        left: by the path of a normalisation that stays, the reason.
+        fused: the path of the layer into which a normalisation is fused, by the path of the normalisation.
+        left: the reason why a normalisation stays, by its path.
     """
 
     fused: dict[str, str]
@@ -265,7 +265,7 @@ def why_other(norm: nn.Module, axes: int) -> str | None:
     """Why a module may not be a batch normalisation followed by its submodules; None if it is.
 
     Classes of other libraries are tried with numbers, on a copy: timm's `BatchNormAct2d` has an activation, and
-    torchvision's `FrozenBatchNorm2d` is no batch normalisation of torch.
+    torchvision's `FrozenBatchNorm2d` is not a batch normalisation of torch.
     """
     if type(norm) in NORMS or getattr(norm, "running_mean", None) is None:
         return None

@@ -206,7 +206,7 @@ _FUNCTIONS = (
 
 
 def product_function(cls: type[nn.Module]) -> str | None:
-    """The function, such as "linear", by which a subclass with a changed `forward` multiplies its weight, or None."""
+    """The function by which a subclass with a changed `forward` multiplies its weight, such as "linear"; else None."""
     if why_changed(cls) is None:
         return None
     return next((function for base, function in _FUNCTIONS if issubclass(cls, base)), None)

@@ -312,7 +312,7 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a normalisation of torch, whose weight is no factor of a matrix product."""
+    """Whether a module is a normalisation of torch, whose weight is not a factor of a matrix product."""
     return isinstance(module, _NORMS)
 
 

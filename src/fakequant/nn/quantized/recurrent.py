@@ -219,7 +219,7 @@ class LayerQuantizers(NamedTuple):
 
     @property
     def why_no_loop(self) -> str | None:
-        """The reason why the loop operator does not support these quantizers, or None."""
+        """Why the loop operator does not support these quantizers; None if it does."""
         hidden, input = active(self.hidden), active(self.input)
         if hidden is not None and hidden.by_value is not None:
             return "its hidden state has several ranges"

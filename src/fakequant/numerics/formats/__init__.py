@@ -82,7 +82,7 @@ def formats() -> dict[str, Format]:
 
 
 def parse_format(fmt: str | Format) -> Format:
-    """The format with a name; a `Format` is returned as it is. A SpecError for other texts offers the nearest names.
+    """The format called `fmt`; a `Format` is returned as it is. Raises SpecError for an unknown name.
 
     >>> parse_format("uint4")
     IntegerFormat(low=0, high=15)

@@ -95,7 +95,7 @@ class Format(ABC):
         """The codes on both sides of v, as if the format had no bounds."""
 
     def round_stochastically(self, v: Tensor, words: Tensor) -> Tensor:
-        """One of the two neighbours of v, each with the probability of its nearness, as if the format had no bounds.
+        """One of the two neighbours of v, at random, the nearer more often; as if the format had no bounds.
 
         The probabilities are multiples of 2**-31, within 2**-32 of the exact ones; the expected code is as close to v.
 
@@ -385,7 +385,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 
 
 def lowest_of(format: Format) -> int:
-    """The lowest code of an integer format, which is subtracted so that patterns are not negative; else 0."""
+    """The number that is subtracted from codes so that patterns begin at 0: the lowest code of integers, else 0."""
     is_integer = format.grid.table is None and format.grid.mantissa_bits is None
     return int(format.quant_min) if is_integer else 0
 
@@ -420,7 +420,7 @@ def integers_of(format: Format) -> torch.dtype:
 
 
 def check_codes(codes: Tensor, shape: tuple[int, ...], format: Format) -> None:
-    """Raise a ShapeError for codes of another shape, a QParamsError for another dtype or codes beyond the format."""
+    """Raise ShapeError for codes of another shape, a QParamsError for another dtype or codes beyond the format."""
     if tuple(codes.shape) != tuple(shape):
         raise ShapeError(f"are of shape {list(codes.shape)}, but the weight of shape {list(shape)}")
     if codes.dtype is not format.storage:

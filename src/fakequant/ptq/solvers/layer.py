@@ -308,7 +308,7 @@ class _HeldOut:
 
 
 def write(name: str, product: MatrixProduct, choice: Choice) -> None:
-    """Fix the codes and scales of chosen values of a weight; a CalibrationError if its quantizer changes a value."""
+    """Fix the codes and scales of a weight's chosen values; raises CalibrationError if quantizing changes a value."""
     spec, values = product.quantizer.spec, choice.values
     codes = library.quantize(values, choice.params, spec)
     if not torch.equal(library.dequantize(codes, choice.params, spec, values.dtype), values):

@@ -299,8 +299,8 @@ class Transformed(NamedTuple):
         transform: None where no transform clearly lowers the error.
         before: the error of the layers' outputs with the range that the quantizer had.
         after: the same error with the transform and a new range.
-        params: the new range; None where there is no transform, or the quantizer is dynamic.
-        step: the last of the steps that make the transform; "" where there is no transform.
+        params: the new range; None if there is no transform, or the quantizer is dynamic.
+        step: the last of the steps that make the transform; "" if there is no transform.
     """
 
     transform: InputTransform | None

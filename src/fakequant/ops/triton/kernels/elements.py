@@ -77,7 +77,7 @@ def cut_off(magnitude):
 
 @triton.jit
 def reached_by(share):
-    """A probability in units of 2**-31, rounded; 0 for NaN."""
+    """A probability in units of 2**-31, rounded to a whole number; 0 for NaN."""
     return round_to_integer(tl.where(share == share, share, 0.0) * 2147483648.0).to(tl.int64)
 
 

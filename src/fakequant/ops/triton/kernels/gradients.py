@@ -129,7 +129,7 @@ def largest_kernel(
 
 @triton.jit
 def power_of(field):
-    """The least p with 2**(30 * p) above numbers of an exponent field; adding 1020 makes the division round down."""
+    """The least p for which 2**(30 * p) is above all numbers with an exponent field; + 1020 makes `//` round down."""
     return (field - 1022 + 29 + 1020) // 30 - 34
 
 
