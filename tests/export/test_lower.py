@@ -375,12 +375,17 @@ class Bounded(nn.Module):
     [
         ("int8_affine", nn.Hardtanh(-0.5, 0.7), 0),
         ("int8_affine", nn.Hardtanh(-0.1, 5.0), 0),
-        ("int8_affine", nn.Hardtanh(0.0, 0.7), 1),  # engines know it
-        ("int8_affine", nn.ReLU6(), 1),
+        ("int8_affine", nn.Hardtanh(0.0, 0.7), 0),
+        ("int8_affine", nn.ReLU6(), 0),
+        ("int8_affine", nn.ReLU(), 0),
         ("int8_affine", partial(torch.clamp, min=-0.1), 0),
         ("int8_affine", partial(torch.clamp, min=0), 0),  # which torch writes as Max
         ("int8_affine", partial(torch.clamp, max=0), 0),
+        ("int8_affine", partial(torch.clamp, min=0.1), 1),
+        ("int8_affine", lambda x: x.flatten(2).relu().unflatten(2, (6, 6)), 1),  # behind another quantizer
+        ("int8_affine", lambda x: x.relu().transpose(2, 3)[:, :, 1:].unsqueeze(0).squeeze(0), 0),
         ("int8", nn.Hardtanh(), 1),  # whose codes end at -128, and those of the bound at -127
+        ("int8", nn.ReLU(), 1),
     ],
 )
 @pytest.mark.parametrize("twice", [False, True])
@@ -394,6 +399,6 @@ def test_a_clip_where_codes_end_is_left_out(
     )
     fq.calibrate(model, batches, progress=False)
     export_onnx(model, batches[0], path := tmp_path / "model.onnx")
-    assert sum(node.op_type in ("Clip", "Max", "Min") for node in onnx.load(path).graph.node) == left
+    assert sum(node.op_type in ("Clip", "Max", "Min", "Relu") for node in onnx.load(path).graph.node) == left
     report = fq.verify_onnx(path, model, batches)
     assert report.exact, str(report)

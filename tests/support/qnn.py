@@ -124,6 +124,13 @@ for _bits in ("w8a8", "w8a16"):
         lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)),
         _bits,
     )
+    NETWORKS[f"tokens {_bits}"] = (
+        lambda: nn.Sequential(
+            *(nn.Flatten(2), nn.Linear(256, 24), nn.ReLU(), nn.Linear(24, 16), nn.ReLU6()),
+            *(nn.Flatten(), nn.Linear(48, 8)),
+        ),
+        _bits,
+    )
 NETWORKS["linear w8a16"] = NETWORKS["linear w8a8"][0], "w8a16"
 
 

@@ -22,7 +22,7 @@ integer, while torch keeps NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,15 @@ from fakequant.text import module_name
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
+_CLIPS = ("Clip", "Max", "Min", "Relu")
+_BEFORE_CLIPS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add")
+"""Operators whose results need no Clip in front of a quantizer whose codes end at the same bounds.
+
+QNN starts no file where another Clip than ReLU6 stands between a product and its quantizer, nor any where the product
+has three axes or more and a bias: ONNX Runtime puts a Reshape between them. Behind a quantizer the Clip stays, because
+QNN starts no file where two quantizers follow each other.
+"""
+_MOVES = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Slice", "MaxPool")
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -79,11 +88,8 @@ def lower(
     equal: dict[tuple[Any, ...], SiteRecord] = {}
     renamed: dict[str, str] = {}
     outputs = {output.name for output in model.graph.output}
-    clips = {node.output[0]: node for node in model.graph.node if node.op_type in ("Clip", "Max", "Min")}
-    readers: dict[str, list[NodeProto]] = {}
-    for node in model.graph.node:
-        for name in names_read([node]):
-            readers.setdefault(name, []).append(node)
+    # Files of the standard style become float files beside encodings, which need every Clip.
+    idle = _idle_clips(editor, outputs) if style is Style.PORTABLE else {}
 
     def in_loop(node: NodeProto, path: str) -> tuple[list[NodeProto], SiteRecord]:
         site = _site(editor, node, path, style)
@@ -91,6 +97,9 @@ def lower(
         return site.nodes, record
 
     for node in model.graph.node:
+        if node.op_type in _CLIPS and node.output[0] in idle:
+            renamed[node.output[0]] = node.input[0]
+            continue
         if node.domain != DOMAIN:
             nodes.append(node)
             continue
@@ -119,14 +128,9 @@ def lower(
                 if same is not None and site.y not in outputs:
                     record = replace(same, quantizer=site.path)
                 else:
-                    identity, clip, bounds = _identity(site), clips.get(site.x), list[float]()
-                    # QNN starts no file where two quantizers follow each other either.
-                    if clip is not None and clip.input[0] not in renamed:
-                        bounds = _idle_bounds(site, clip, node, readers[site.x], outputs)
-                    if clip is not None and bounds:
-                        nodes.remove(clip)
-                        site.x = clip.input[0]
-                    record = replace(_express(site, path in dynamic or site.scale in computed), clip=bounds)
+                    identity = _identity(site)
+                    record = _express(site, path in dynamic or site.scale in computed)
+                    record = replace(record, clip=idle.get(node.input[0], []))
                     equal |= {} if site.constant is None else {identity: record}
                 records.append(record)
                 renamed[site.y] = record.y
@@ -154,28 +158,52 @@ def _identity(site: EmittedSite) -> tuple[Any, ...]:
     return (site.x, str(site.spec), *values)
 
 
-def _idle_bounds(
-    site: EmittedSite, clip: NodeProto, own: NodeProto, readers: Sequence[NodeProto], outputs: Collection[str]
-) -> list[float]:
-    """The bounds of a Clip that does nothing, because its readers' codes end at the same bounds; else empty.
+def _idle_clips(editor: GraphEditor, outputs: set[str]) -> dict[str, list[float]]:
+    """The bounds of each Clip that can be left out, by its result and by what only moves the elements of its result.
+
+    A Clip can be left out if it reads a product or a sum, and its quantizers are equal and their codes end at its
+    bounds.
+    """
+    makers = {name: node.op_type for node in editor.graph.node for name in node.output}
+    readers: dict[str, list[NodeProto]] = {}
+    for node in editor.graph.node:
+        for name in names_read([node]):
+            readers.setdefault(name, []).append(node)
+    idle: dict[str, list[float]] = {}
+    for clip in editor.graph.node:
+        if clip.op_type not in _CLIPS or makers.get(clip.input[0]) not in _BEFORE_CLIPS:
+            continue
+        names, quantizers = [clip.output[0]], []
+        for name in names:
+            for reader in readers.get(name, ()):
+                if reader.op_type in _MOVES and reader.input[0] == name:
+                    names += reader.output
+                else:
+                    quantizers.append(reader)
+        if quantizers and outputs.isdisjoint(names) and all(_is_equal(editor, quantizers[0], q) for q in quantizers):
+            bounds = _idle_bounds(editor, clip, quantizers[0])
+            idle |= dict.fromkeys(names, bounds) if bounds else {}
+    return idle
+
+
+def _idle_bounds(editor: GraphEditor, clip: NodeProto, quantizer: NodeProto) -> list[float]:
+    """The bounds of a Clip if the codes of a quantizer end at the same bounds; else empty.
 
     torch writes a clamp with one bound that is an integer as Max or Min.
     """
     names = (*clip.input[1:], "", "")[:2] if clip.op_type != "Min" else ("", *clip.input[1:])
-    is_integer = isinstance(site.spec.format, IntegerFormat) and isinstance(site.spec.granularity, PerTensor)
-    if not is_integer or site.constant is None or not all(map(site.editor.is_constant, filter(None, names))):
+    if quantizer.domain != DOMAIN or not all(map(editor.is_constant, filter(None, names))):
         return []
-    bounds = [site.editor.tensor(name).reshape(-1).tolist() if name else [] for name in names]
-    if any(len(bound) > 1 for bound in bounds):
+    params, spec = _constants(editor, quantizer), _spec(quantizer)
+    bounds = [editor.tensor(name).reshape(-1).tolist() if name else [] for name in names]
+    bounds[0] = [0.0] if clip.op_type == "Relu" else bounds[0]
+    if params is None or any(len(bound) > 1 for bound in bounds):
         return []
-    seen = {clip.output[0], *(name for node in readers if len(readers) > 1 for name in node.output)}
-    if not seen.isdisjoint(outputs) or not all(_is_equal(site.editor, own, node) for node in readers):
+    if not (isinstance(spec.format, IntegerFormat) and isinstance(spec.granularity, PerTensor)):
         return []
     ends = torch.tensor([*(bounds[0] or [-math.inf]), *(bounds[1] or [math.inf])], dtype=torch.float32, device="cpu")
-    # QNN starts no file where a Clip stands between a product and its quantizer, except ReLU6.
-    is_unknown = float(ends[0]) < 0 or not bounds[1]
-    codes = library.encode(ends, site.constant, site.spec) if is_unknown else None
-    whole = [site.spec.format.quant_min, site.spec.format.quant_max]
+    codes = library.encode(ends, params, spec)
+    whole = [spec.format.quant_min, spec.format.quant_max]
     return ends.tolist() if codes is not None and codes.tolist() == whole else []
 
 
@@ -196,12 +224,22 @@ def rename_inputs(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> None:
             rename_inputs(graph.node, names)
 
 
+def _spec(node: NodeProto) -> QuantSpec:
+    return QuantSpec.parse(next(a.s.decode() for a in node.attribute if a.name == "spec"))
+
+
+def _constants(editor: GraphEditor, node: NodeProto) -> QParams | None:
+    """Scale and zero point of a quantizer; None if the file computes them."""
+    scale, zero_point = (*node.input[1:], "")[:2]
+    if not editor.is_constant(scale) or (zero_point and not editor.is_constant(zero_point)):
+        return None
+    return QParams(editor.tensor(scale), editor.tensor(zero_point) if zero_point else None)
+
+
 def _site(editor: GraphEditor, node: NodeProto, path: str, style: Style) -> EmittedSite:
     x, scale, zero_point = (*node.input, "")[:3]
-    spec = QuantSpec.parse(next(a.s.decode() for a in node.attribute if a.name == "spec"))
-    constant = None
-    if editor.is_constant(scale) and (not zero_point or editor.is_constant(zero_point)):
-        constant = QParams(editor.tensor(scale), editor.tensor(zero_point) if zero_point else None)
+    spec, constant = _spec(node), _constants(editor, node)
+    if constant is not None:
         check_scale(constant.scale, spec, style)
     placement = place(spec, style, editor.shape(x), editor.shape(scale))
     return EmittedSite(
