@@ -279,3 +279,17 @@ def test_another_method_is_named_with_what_to_do(method: str | None, folder: Pat
     expected = f"is quantized by '{method}', but the formats that are read are .*dequantized by the program"
     with pytest.raises(CheckpointError, match=expected if method else r"is a model in float: its config\.json says"):
         fq.read(folder, net())
+
+
+@pytest.mark.parametrize(("layer", "place"), [("0", (5, 1)), ("2", (50, 0))])
+def test_codes_under_a_scale_of_0_are_values_of_0(folder: Path, layer: str, place: tuple[int, int]) -> None:
+    before = fq.read(folder, net())
+    changed(folder, lambda tensors: tensors[f"{layer}.weight_scale"][place].zero_())
+    after = fq.read(folder, net())
+    for name in ("0", "2"):
+        old, new = (getattr(model, name).quantized_weight().detach().clone() for model in (before, after))
+        groups = new.unflatten(1, (2 if name == "0" else 1, -1))
+        if name == layer:
+            assert not groups[place].any()
+            old.view(groups.shape)[place] = 0
+        assert torch.equal(new, old)

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrizations, prune
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError, ShapeError, StaleScaleWarning
+from fakequant.model.weights import mark_ranges_current
 from tests.support.bits import assert_same_bits
 
 X = torch.linspace(-1, 1, 128).view(16, 8)
@@ -281,3 +282,15 @@ def test_training_under_fixed_scales_leaves_none_stale():
     with pytest.warns(StaleScaleWarning, match="since the scales were set: 0") as said:
         fq.summary(model)
     assert said[0].filename == __file__
+
+
+@pytest.mark.parametrize(("factor", "stay"), [(1.0, True), (1.05, False)])
+def test_codes_that_are_not_those_of_the_weight_are_released(factor: float, stay: bool) -> None:
+    model = fq.prepare(net(), fq.Config(fq.Rule(weight="int4 per_channel(0)")))
+    fq.calibrate(model)
+    quantizer = model[0].weight_quantizer
+    quantizer.fix_codes(torch.zeros(16, 8, dtype=torch.int8), model[0].weight)
+    with torch.no_grad():
+        model[0].weight.add_(factor - 1.0)
+    mark_ranges_current(model)
+    assert (quantizer.fixed_codes is not None) is stay

@@ -462,7 +462,7 @@ MERGED = (
 def tied_weights(model: nn.Module) -> list[dict[str, Product]]:
     """For each quantized parameter that several layers share, its products by the paths of its quantizers.
 
-    >>> model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
+    >>> model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False), nn.Linear(4, 4))
     >>> model[1].weight = model[0].weight
     >>> [list(weights) for weights in tied_weights(prepare(model, "int8"))]
     [['0._weight_quantizer', '1._weight_quantizer']]

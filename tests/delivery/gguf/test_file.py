@@ -90,6 +90,7 @@ HUGE = struct.pack("<Q", 2**63 - 1)
         (struct.pack("<I", 3), struct.pack("<I", 1), "of version 1; versions 2 and 3"),
         (struct.pack("<I", 3), struct.pack(">I", 3), r"of version 50331648 \(or its bytes are in the other order\)"),
         (struct.pack("<Q", 3), HUGE, "too short for 9223372036854775807 tensors"),
+        (struct.pack("<Q", 3), struct.pack("<Q", 999), "too short for 999 tensors"),
         (struct.pack("<Q", 5), HUGE, "too short for 3 tensors and 9223372036854775807 pairs"),
         (struct.pack("<Q", 6) + b"number", HUGE + b"number", "ends early: 9223372036854775807 bytes"),
         (b"number" + struct.pack("<I", 4), b"number" + struct.pack("<I", 99), "metadata of type 99"),

@@ -62,9 +62,9 @@ class Net(nn.Module):
         return x
 
 
-def batches() -> list[Tensor]:
+def batches(count: int = 3) -> list[Tensor]:
     sizes = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(4)[:, None]
-    return [torch.randn(12, 32, generator=torch.Generator().manual_seed(seed)) * sizes for seed in range(3)]
+    return [torch.randn(12, 32, generator=torch.Generator().manual_seed(seed)) * sizes for seed in range(count)]
 
 
 def calibrated(style: str, preset: Any, target: str | None = "vllm", how: Any = None, **given: Any) -> nn.Module:
@@ -148,6 +148,14 @@ def test_an_unreached_expert_has_the_range_of_the_others(preset: Any) -> None:
 def test_an_unreached_expert_is_named_where_its_input_needs_data() -> None:
     with pytest.raises(CalibrationError, match="6 of 18 input quantizers saw no data"):
         calibrated("mixtral", STATIC, how={"unreached": True})
+
+
+def test_improve_gives_merged_weights_that_have_no_scales_yet_one_number() -> None:
+    model = fq.prepare(Net("qwen").eval(), "NVFP4_WEIGHT_ONLY", target="vllm")
+    fq.ptq.improve(model, batches(64), ["gptq"], progress=False)
+    assert all(one.fixed_codes is not None for one in fq.nn.quantizers(model).values())
+    held = in_file(model)
+    assert {len({held[name] for name in names}) for names in groups(model, "qwen").values()} == {1}
 
 
 def test_improve_keeps_the_range_that_experts_share() -> None:

@@ -154,6 +154,13 @@ def test_rotations_spread_outliers() -> None:
     assert found.after < 0.5 * found.before
 
 
+def test_a_rotation_under_a_fixed_range_is_judged_by_all_inputs() -> None:
+    model = with_outliers("int8", 4.0)
+    found = transform(model[0].products(), [[x] for x in outliers(4.0)], ["rotate"])
+    assert isinstance(model[0].input_transform, BlockHadamard)
+    assert found.after < 0.8 * found.before
+
+
 def heavy_tails(rows: int, seed: int) -> Tensor:
     """Inputs [rows, 128] by Student's t, with every 16th channel five times as large."""
     generator = torch.Generator().manual_seed(seed)
