@@ -31,14 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mutate import FOLDER, ROOT, SOURCE, TREE, copy_tree
 from reached import IMPORTED
 
-ROOMS = {
-    "export": ["export"],
-    "delivery": ["delivery"],
-    "streaming": ["streaming"],
-    "model": ["model"],
-    "ptq": ["ptq"],
-}
-"""The folders of the sources, and the folders of the tests that are about them."""
+ROOMS = ("export", "delivery", "streaming", "model", "ptq")
 PATHS = {"PYTHONPATH": os.pathsep.join([str(TREE / "src"), str(TREE)])}
 EQUAL = Path(__file__).with_name("equal.txt")
 SECONDS = 60
@@ -175,7 +168,8 @@ def reaching(chosen: list[Mutant]) -> tuple[dict[str, float], dict[str, list[str
     for file in {mutant.file for mutant in chosen}:
         lines = {mutant.line for mutant in chosen if mutant.file == file}
         (TREE / file).write_text(marked(file, (ROOT / file).read_text(), lines) or "")
-    folders = sorted({f"tests/{folder}" for folders in ROOMS.values() for folder in folders})
+    folders = [f"{place}/{room}" for place in ("tests", SOURCE) for room in ROOMS]
+    folders += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py"))
     options = ["-q", "-n", "2", "--dist", "loadfile", "-m", "not exhaustive and not slow", "-p", "tests.native.reached"]
     command = [sys.executable, "-m", "pytest", *options, *folders]
     subprocess.run(command, cwd=TREE, env=os.environ | PATHS | {"REACHED": str(FOLDER)}, stdout=subprocess.DEVNULL)
