@@ -85,9 +85,10 @@ engines: setup
 	build/mlx/bin/python -m pytest -n 0 tests/delivery/formats/test_mlx.py
 
 # An environment for an engine: the packages of the first one, and those of the engine, which bring no other torch.
+# `addsitedir` reads the first one's .pth files, too, which say where this package lies.
 define beside
 $(PYTHON) -m venv build/$(1)
-$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > \
 	"$$(build/$(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
 build/$(1)/bin/pip install --quiet --no-deps $(2)
 endef

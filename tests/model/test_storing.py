@@ -236,6 +236,18 @@ def test_layers_that_share_a_weight_share_its_codes():
     assert_same_bits(floats(X), kept(X))
 
 
+def test_layers_that_share_a_weight_share_codes_that_its_dtype_rounds():
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)).bfloat16()
+    model[1].weight = model[0].weight
+    fq.calibrate(fq.prepare(model, fq.Config(fq.Rule(weight="int12 per_channel(0)"))))
+    codes, x = torch.randint(-2047, 2048, (256, 256), dtype=torch.int16), torch.randn(3, 256, dtype=torch.bfloat16)
+    for layer in model:
+        layer.weight_quantizer.fix_codes(codes, layer.weight)
+    assert model[0].weight_quantizer.needs_codes(model[0].weight)
+    expected = model(x)
+    assert_same_bits(fq.store_codes(model)(x), expected)
+
+
 def test_a_state_dict_has_the_codes():
     stored = kept_and_stored()[1]
     assert [*stored.state_dict()][:3] == ["0.weight_codes", "0.weight_codes_spec", "0._weight_quantizer.scale"]

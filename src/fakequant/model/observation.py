@@ -330,7 +330,7 @@ class Vanishing:
             # Of one scale of integers; the smallest values of others are finer.
             steps = [float(scale.abs()) for scale in fixed if scale is not None and scale.numel() == 1]
             step = max(steps, default=0.0)
-            small = (largest > 0) & (largest < step / 2)
+            small = (largest > 0) & (largest <= step / 2)  # half a step is rounded to the even code, 0
             if not bool(small.any()):
                 continue
             most = float(largest[small].max())
@@ -341,7 +341,7 @@ class Vanishing:
             lost.append(f"{where} (largest {most:.3g}, step {step:.3g})")
         if lost:
             warn_user(
-                f"all values are below half a step of their scale, and become 0: {listed(lost, 4)}. Scale them in "
+                f"no value is above half a step of its scale, and all become 0: {listed(lost, 4)}. Scale them in "
                 "the model, quantize them apart from large values, or leave the function or layer in float by a rule",
                 CalibrationWarning,
             )

@@ -66,3 +66,15 @@ def test_usual_models_are_not_named() -> None:
     x = torch.randn(16, 8)
     assert said(Tail(lambda box, score: torch.cat([box / 640.0, score], 1)), x, config="int8", target="openvino") == []
     assert said(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), x, config="int8") == []
+
+
+@pytest.mark.parametrize(("small", "named"), [(0.5, True), (0.51, False)])
+def test_half_a_step_becomes_0_and_is_named(small: float, named: bool) -> None:
+    x = torch.tensor([[127.0, small]])
+    model = fq.prepare(nn.Sequential(nn.Linear(2, 2)), "int8", x)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fq.calibrate(model, [x], method="max", progress=False)
+    assert float(model[0]._input_quantizer.scale) == 1.0
+    assert bool(model[0]._input_quantizer(x)[0, 1] == 0) is named
+    assert any("become 0" in str(one.message) for one in told) is named

@@ -137,6 +137,22 @@ def test_a_file_before_merging_has_the_scales_of_the_folded_weight(tmp_path: Pat
     assert [node.op_type for node in onnx.load(written.path).graph.node] == ["DequantizeLinear", "Conv", "Relu"]
 
 
+class Read(nn.Module):
+    """A layer whose weight a function reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x)) + F.linear(x, self.layer.weight)
+
+
+def test_a_layer_whose_weight_a_function_reads_is_not_folded() -> None:
+    with pytest.warns(FusionWarning, match="norm .the output or a parameter of the layer before it is used elsewhere"):
+        qat.fold_batch_norm(fq.prepare(Read(), "int8_weight_only"), torch.randn(3, 4))
+
+
 class Branches(nn.Module):
     """Seven normalisations, of which the data flow lets the first be folded."""
 
