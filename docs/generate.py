@@ -218,7 +218,7 @@ def _reason(error: ConfigError) -> str:
     last = re.sub(r"^.*cannot hold [^:]*: ", "", str(error).strip().splitlines()[-1])
     last = re.sub(r"^\s*[\w.]+: ", "", last)
     last = re.sub(rf"^(?:its (?:input|weight) is )?{_SPECIFICATION}:? (?:and )?", "", last)
-    return re.split(r"; |, and this is |, got |, and \w+ is none", last)[0]
+    return re.split(r"; |, and this is |, got |, but \w+ is not one", last)[0]
 
 
 class _Encoder(nn.Module):

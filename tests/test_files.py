@@ -238,5 +238,5 @@ def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
         path.symlink_to("/dev/zero")
     else:
         path.mkdir()
-    with pytest.raises(OSError, match="it is no regular file"):
+    with pytest.raises(OSError, match="it is not a regular file"):
         read_whole(path)

@@ -43,7 +43,7 @@ ARGUMENTS: dict[str, tuple[list[str], str]] = {
     "execution mistyped": (["--execution", "int"], r"execution must be one of 'simulate', 'auto', 'integer'"),
     "unseen mistyped": (["--unseen", "flaot"], r"flaot.*float"),
     "improve mistyped": (["--improve", "fats"], r"unknown steps 'fats' of --improve; did you mean fast\?"),
-    "integers for floats": (["--preset", "fp8", "--execution", "integer"], r"codes of float8_e4m3fn are no int"),
+    "integers for floats": (["--preset", "fp8", "--execution", "integer"], r"codes of float8_e4m3fn are not int"),
     "text without a folder": (["--text", "lines.txt"], r"--text is for a folder of Hugging Face"),
 }
 
@@ -115,7 +115,7 @@ OTHERS: dict[str, tuple[list[str], str]] = {
     "compare by no steps": (["compare", "RECIPE", "--improve", "bst"], r"unknown steps 'bst'; did you mean best"),
     "compare into a folder": (["compare", "RECIPE", "--out", "FOLDER"], r"cannot write .*folder: it is a folder"),
     "compare into a file's folder": (["compare", "RECIPE", "--out", "RECIPE/rows"], r"cannot write to .*recipe\.py"),
-    "compare into no comparison": (["compare", "RECIPE", "--out", "RECIPE"], r"recipe\.py is no comparison of this"),
+    "compare into no comparison": (["compare", "RECIPE", "--out", "RECIPE"], r"recipe\.py is not a comparison of this"),
     "plot of no kind": (["compare", "RECIPE", "--plot", "ABSENT.foo"], r"does not write \.foo: .*ends in .*\.png"),
     "plot of no ending": (["compare", "RECIPE", "--plot", "ABSENT"], r"does not write a file without an ending"),
     "plot into a file": (["compare", "RECIPE", "--plot", "RECIPE/z.png"], r"cannot write to .*recipe\.py"),

@@ -31,10 +31,10 @@ def read_whole(path: Path) -> bytes:
     """The content of a regular file, or of a link to one; others, such as a pipe or /dev/zero, may never end.
 
     Raises:
-        OSError: the path is no regular file, or cannot be read.
+        OSError: the path is not a regular file, or cannot be read.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return path.read_bytes()
 
 
@@ -64,7 +64,7 @@ def writable_folder(directory: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A context with a writable folder; it creates the folder and its parents, and removes new ones that stay empty.
+    """A context with a writable folder; it creates the folder and its parents, and removes them if they stay empty.
 
     Raises:
         OutputError: the folder cannot be created or written.

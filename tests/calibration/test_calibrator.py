@@ -273,8 +273,8 @@ def test_bad_states(method):
     for bad, message in (
         ({**good, "mean": torch.ones(1)}, "the tensors .*mean.*expected"),
         ({name: good[name] for name in good if name != lo}, f"expected .*{lo}"),
-        ({**good, lo: torch.full((1,), 2.0)}, "is no range; expected equal shapes and finite values with"),
-        ({**good, hi: torch.full((1,), float("nan"))}, "is no range; expected equal shapes and finite values with"),
+        ({**good, lo: torch.full((1,), 2.0)}, "is not a range; expected equal shapes and finite values with"),
+        ({**good, hi: torch.full((1,), float("nan"))}, "is not a range; expected equal shapes and finite values with"),
         ({**good, hi: torch.ones(2)}, rf"{hi} of shape \[2\]"),
     ):
         with pytest.raises(CalibrationError, match=message):

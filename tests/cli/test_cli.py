@@ -186,7 +186,7 @@ def test_quantize_measures_by_codes(recipe, tmp_path: Path, monkeypatch: pytest.
     assert [layer.execution.value for layer in (model[0], model[2])] == ["auto", "auto"]
     refused = invoke("quantize", path, "--out", out, "--preset", "fp8", "--execution", "integer")
     assert refused.exit_code == 1
-    assert "0, 2 (its input: codes of float8_e4m3fn are no integers)" in refused.output
+    assert "0, 2 (its input: codes of float8_e4m3fn are not integers)" in refused.output
 
 
 def test_quantize_saves_the_model_after_training(done: tuple[Path, Path, Result]) -> None:

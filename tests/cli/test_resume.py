@@ -215,7 +215,7 @@ def test_a_module_and_its_function_are_a_recipe(recipe, tmp_path: Path, monkeypa
         load_recipe("package_of_recipes.big:net")
     with pytest.raises(RecipeError, match=r"is a folder without config\.json"):
         load_recipe("package_of_recipes")
-    with pytest.raises(RecipeError, match=r"--text is for a folder of Hugging Face, but .*small\.py is none"):
+    with pytest.raises(RecipeError, match=r"--text is for a folder of Hugging Face, but .*small\.py is not one"):
         load_recipe("package_of_recipes/small.py", tmp_path / "lines.txt")
 
 

@@ -128,7 +128,7 @@ MISTAKES = {
     "a row too short": (LABELS, "accuracy=short", r"row 2 of short lacks label; a file of labels has the columns"),
     "unknown label": (LABELS, "accuracy=label", r"row 1 of label has the label 'fair', .* knows 'bad', 'good', or"),
     "no JSON": (LABELS, "accuracy=json", r"line 2 of json is not JSON: .*; each line is an object"),
-    "open quotes": (LABELS, "accuracy=quotes", r"quotes is no CSV: .*; give CSV with a header, or JSON lines"),
+    "open quotes": (LABELS, "accuracy=quotes", r"quotes is not CSV: .*; give CSV with a header, or JSON lines"),
     "a model of one label": (LABELS, "accuracy=rows.csv", r"two labels or more, but this model has 1"),
     "model without labels": (CAUSAL, "accuracy=rows.csv", r"is for a model that gives labels, but .*LlamaForCausalLM"),
     "model without text": (ENCODER, "perplexity", r"is for a model that generates text, but .* --task cosine compares"),
@@ -195,5 +195,5 @@ def test_a_command_keeps_the_task(tmp_path: Path) -> None:
 
 
 def test_a_task_is_for_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"--task is for a folder of Hugging Face, but .*small\.py is none"):
+    with pytest.raises(RecipeError, match=r"--task is for a folder of Hugging Face, but .*small\.py is not one"):
         load_recipe(tmp_path / "small.py", task="accuracy=rows.csv")

@@ -92,7 +92,7 @@ def test_a_name_of_the_hub_is_looked_up_in_the_cache(tmp_path: Path, monkeypatch
     (snapshot / "tokenizer.json").unlink()
     assert "lacks the tokenizer of some/llama, which is not in the cache" in delivered("some/llama", tmp_path / "b")[0]
     for name in ("some/other", "no name\0at all", "a/b/c/d", "/not/there"):
-        assert "which is no folder here and not in the cache" in delivered(name, tmp_path / "c")[0]
+        assert "which is not a folder here and not in the cache" in delivered(name, tmp_path / "c")[0]
 
 
 def test_own_code_is_copied_with_what_it_imports(tmp_path: Path) -> None:

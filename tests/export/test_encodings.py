@@ -196,7 +196,7 @@ def test_a_quantized_input_that_is_a_result(tmp_path: Path) -> None:
     found: Any = session.run(None, {"input": x.numpy()})
     assert np.array_equal(found[0], x.numpy())
     assert np.array_equal(found[1], x.relu().numpy())
-    with pytest.raises(ExportError, match="0 call fake_quantize, whose ranges are arguments"):
+    with pytest.raises(ExportError, match="0 call fake_quantize with ranges as arguments"):
         fq.read_encodings(model, x, written.path)
 
 
@@ -340,10 +340,10 @@ DAMAGES: list[tuple[str, Change, str]] = [
     ("2.0.0", lambda v: entry(v).update(block_size=0), "2.weight: has block_size 0"),
     ("2.0.0", lambda v: entry(v).update(block_size=8), "2.weight has scales along axis 0 in blocks of 8"),
     ("2.0.0", lambda v: entry(v)["y_scale"].pop(), "2.weight has 31 scales of int8"),
-    ("2.0.0", lambda v: entry(v)["y_scale"].__setitem__(0, -1.0), "2.weight: has scales that are no positive"),
-    ("2.0.0", lambda v: entry(v)["y_scale"].__setitem__(0, float("nan")), "2.weight: has scales that are no positive"),
-    ("2.0.0", lambda v: entry(v)["y_scale"].__setitem__(0, 1e-60), "2.weight: has scales that are no positive"),
-    ("2.0.0", lambda v: entry(v)["y_scale"].__setitem__(0, "1"), "2.weight: has y_scale that are no numbers"),
+    ("2.0.0", lambda v: entry(v)["y_scale"].__setitem__(0, -1.0), "2.weight: has scales that are not positive"),
+    ("2.0.0", lambda v: entry(v)["y_scale"].__setitem__(0, float("nan")), "2.weight: has scales that are not positive"),
+    ("2.0.0", lambda v: entry(v)["y_scale"].__setitem__(0, 1e-60), "2.weight: has scales that are not positive"),
+    ("2.0.0", lambda v: entry(v)["y_scale"].__setitem__(0, "1"), "2.weight: has y_scale that are not numbers"),
     ("2.0.0", lambda v: entry(v)["y_scale"].__setitem__(0, [1]), "2.weight: has y_scale in lists of several lengths"),
     (
         "2.0.0",
@@ -363,8 +363,8 @@ DAMAGES: list[tuple[str, Change, str]] = [
     ("1.0.0", lambda v: entry(v).update(enc_type="PER_TENSOR"), "2.weight: has scales of shape [32], expected one"),
     ("0.6.1", lambda v: entry(v).update(bitwidth=4), "2.weight: has channels of several formats"),
     ("0.6.1", lambda v: entry(v).pop("dtype"), "2.weight: has channels of several formats, or"),
-    ("0.6.1", lambda v: v["param_encodings"].update({"2.weight": []}), "2.weight: is no list of the encodings"),
-    ("0.6.1", lambda v: v["activation_encodings"].update({"2.weight": []}), "2.weight: is no list"),
+    ("0.6.1", lambda v: v["param_encodings"].update({"2.weight": []}), "2.weight: is not a list of the encodings"),
+    ("0.6.1", lambda v: v["activation_encodings"].update({"2.weight": []}), "2.weight: is not a list"),
 ]
 
 
@@ -395,5 +395,5 @@ def test_no_change_of_a_byte_raises_another_error(files: dict[str, bytes], tmp_p
                 refused += 1
     assert refused > 0
     (tmp_path / "m.encodings").write_text("[" * 100_000)
-    with pytest.raises(ExportError, match="is no JSON"):
+    with pytest.raises(ExportError, match="is not JSON"):
         _parsed(tmp_path / "m.encodings")

@@ -285,7 +285,7 @@ def test_a_model_without_the_buffers_of_a_file_is_another_one(tmp_path: Path) ->
 
 
 class Attribute(nn.Module):
-    """Keeps a tensor that is no buffer."""
+    """Keeps a tensor that is not a buffer."""
 
     def __init__(self, keep: Callable[[Any, Tensor], None]) -> None:
         super().__init__()

@@ -277,8 +277,8 @@ def _mlp(config: Any) -> nn.Module:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "fp8": (lambda: _mlp("fp8"), r"0\._input_quantizer: float8_e4m3fn per_tensor: .*integers.*\n0\._weight_quantizer"),
-    "nvfp4": (lambda: _mlp("nvfp4"), r"float4_e2m1fn is none; prepare with integers such as int8, or use export_onnx"),
-    "nf4": (lambda: _mlp("nf4_weight_only"), r"0\._weight_quantizer: .*nf4 is none"),
+    "nvfp4": (lambda: _mlp("nvfp4"), r"float4_e2m1fn is not one; prepare with int8, or use export_onnx"),
+    "nf4": (lambda: _mlp("nf4_weight_only"), r"0\._weight_quantizer: .*nf4 is not one"),
     "dynamic": (
         lambda: _mlp("int8_per_token"),
         r"0\._input_quantizer: .*'int8 per_token asymmetric' alone; use W4A8",

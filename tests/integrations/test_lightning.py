@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_said(tmp_path):
         fit(tmp_path, Manual(), QATCallback(**taught))
     with pytest.raises(ConfigError, match=r"parts with parameters are \['net', 'other'\]; give"):
         fit(tmp_path, Two(), QATCallback(**taught))
-    with pytest.raises(ConfigError, match="without a call in training mode"):
+    with pytest.raises(ConfigError, match="without a call of the prepared model in training mode"):
         fit(tmp_path, FloatTwin(), QATCallback(**taught), num_sanity_val_steps=0)
     fit(tmp_path / "two", Two(), QATCallback(**taught, module="net"))
     checkpoint = tmp_path / "two" / "epoch=1.ckpt"

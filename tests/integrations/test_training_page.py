@@ -113,5 +113,5 @@ def test_a_loop_that_leaves_the_teacher_out_is_told():
     model(X).sum().backward()
     with pytest.raises(ConfigError, match=r"no loss holds the distance from the teacher; write loss = training\.loss"):
         training.at(0.5)
-    with pytest.raises(ConfigError, match="without a call in training mode"):
+    with pytest.raises(ConfigError, match="without a call of the prepared model in training mode"):
         training.loss(model.eval()(X).sum())

@@ -222,5 +222,5 @@ def test_another_model_of_the_same_configuration_is_as_before() -> None:
 
 
 def test_eager_attention_needs_no_name() -> None:
-    with pytest.raises(ConfigError, match=r"'eager' of the model is no registered function .* ops=\('matmul',\)"):
+    with pytest.raises(ConfigError, match=r"'eager' of the model is not a registered function .* ops=\('matmul',\)"):
         name_attention(DECODER.make(attn_implementation="eager"))  # type: ignore[type-var]

@@ -101,7 +101,7 @@ BY_HAND = {
     "strange_attribute": (graph_of(IROp("ReLU", [1], [0], [X], {"a": object()}), X), "ReLU", "attribute cannot be"),
     "cycle_of_one": (graph_of(IROp("Add", [1], [0, 1], [X]), X), "Add", "a cycle"),
     "decimal": (graph_of(IROp("ReLU", [1], [0], [X]), typed(4, type=IRType.Decimal)), "x0", "no torch dtype"),
-    "fused_body": (one("Fused", [X], X, name="A", body=[IROp("ReLU", [1], [5], [X])]), "Fused", "which nothing"),
+    "fused_body": (one("Fused", [X], X, name="A", body=[IROp("ReLU", [1], [5], [X])]), "Fused", "reads t5 before"),
     "fused_no_body": (one("Fused", [X], X, name="A", body=[]), "Fused", "list of operations"),
     "fused_text": (one("Fused", [X], X, name="A", body=["nonsense"]), "Fused", "takes List[Operation] as 'body'"),
 }  # fmt: skip
@@ -129,7 +129,7 @@ DAMAGE = {
     "later input": ("input_ids", lambda op, graph: [graph.ops[-1].output_id, *op.input_ids[1:]], "cycle"),
     "no inputs": ("input_ids", lambda op, graph: [], ""),
     "repeated output": ("output_ids", lambda op, graph: [next(iter(graph.inputs)), *op.output_ids[1:]], "already"),
-    "negative output": ("output_ids", lambda op, graph: [-5, *op.output_ids[1:]], "-5 is no integer >= 0"),
+    "negative output": ("output_ids", lambda op, graph: [-5, *op.output_ids[1:]], "-5 is not an integer >= 0"),
     "wrong shape": ("output_shape", lambda op, graph: [*op.output_shape, 3], "declares"),
     "zero size": ("output_shape", lambda op, graph: [0, *op.output_shape[1:]], "dimension 0"),
     "wrong type": ("output_type", lambda op, graph: IRType.Int16, "declares"),
@@ -183,7 +183,7 @@ def test_faults_of_the_graph_itself():
     assert "cannot be in a graph" in graph.faults()[0]
     graph = Graph("g")
     graph.outputs = [graph.add("Size", graph.add_input("x", F32, (-1,)), dim=0)]
-    assert graph.faults() == ["the output t1 is Index, which is no tensor"]
+    assert graph.faults() == ["the output t1 is Index, which is not a tensor"]
 
 
 def test_adding_refuses_what_does_not_fit():

@@ -75,8 +75,8 @@ def test_what_shapes_say_of_themselves():
     ("type", "fault"),
     [
         (TensorType(IRType.Decimal, TensorShape()), "Decimal has no torch dtype"),
-        (TensorType(IRType.Index, TensorShape((2,))), "Index is no tensor and has no shape"),
-        (TensorType("Float32", TensorShape()), "is no IRType"),
+        (TensorType(IRType.Index, TensorShape((2,))), "Index is not a tensor and has no shape"),
+        (TensorType("Float32", TensorShape()), "is not an IRType"),
     ],
 )
 def test_faults_of_types(type, fault):

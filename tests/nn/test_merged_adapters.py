@@ -161,7 +161,7 @@ def test_a_model_with_adapters_is_prepared_by_a_training():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"use_dora": True}, r"0: the adapter 'default' is a Dora\w+, which is no sum of weights"),
+        ({"use_dora": True}, r"0: the adapter 'default' is a Dora\w+, which is not a sum of weights"),
         ({"lora_dropout": 0.1}, r"'default' drops out inputs, which a merged weight cannot do; give LoraConfig lora_"),
     ],
 )

@@ -465,5 +465,5 @@ def test_no_scale_is_learned(arithmetic):
     quantizer = fq.nn.Quantizer(f"int8 {arithmetic}")
     quantizer.set_range(fq.Range(torch.tensor([-1.0]), torch.tensor([1.0])))
     for method in fq.nn.learned_ranges():
-        with pytest.raises(ConfigError, match="makes codes by another scale than it decodes them"):
+        with pytest.raises(ConfigError, match="encodes with another scale than it decodes with"):
             quantizer.learn(method)

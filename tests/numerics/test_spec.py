@@ -102,7 +102,7 @@ def test_is_a_value():
             lambda: fq.QuantSpec("uint8", symmetric=False, arithmetic=fq.Arithmetic.Q8_0),
             r"Q8_0 has no zero point; use DIVIDE or RECIPROCAL with symmetric=False",
         ),
-        (lambda: fq.QuantSpec.parse("nf4 q8_k"), r"Q8_K is for integer formats such as int8_narrow, and nf4 is none"),
+        (lambda: fq.QuantSpec.parse("nf4 q8_k"), r"Q8_K is for integers such as int8_narrow, but nf4 is not one"),
         (lambda: fq.QuantSpec.parse("int8 q8_k scale=float16"), r"scales in float16 are for symmetric .* DIVIDE"),
         (lambda: fq.QuantSpec.parse("int8 per_tensor divid"), r"cannot read 'divid' .*did you mean divide"),
         (lambda: fq.QuantSpec.parse("int8 divid"), r"divid"),

@@ -198,7 +198,7 @@ def test_what_is_simulated(monkeypatch):
 
 REASONS = {
     "float": (None, "its input is in float"),
-    "float8": ("float8_e4m3fn", "its input: codes of float8_e4m3fn are no integers"),
+    "float8": ("float8_e4m3fn", "its input: codes of float8_e4m3fn are not integers"),
     "tokens": ("int8 per_token", "its other input: a sum of products has one scale, not per_token"),
 }
 

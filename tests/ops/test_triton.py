@@ -100,7 +100,7 @@ def test_says_why_it_cannot_serve(monkeypatch):
     backend, x = TritonBackend(), torch.ones(2)
     assert backend.unsupported(x, fq.QuantSpec("int8"), codes=False) == "the tensor is on cpu"
     plain, subclass = TritonBackend("cpu"), torch.nn.Buffer(x).as_subclass(type("Own", (torch.Tensor,), {}))
-    assert plain.unsupported(subclass, fq.QuantSpec("int8"), codes=False) == "Own is no plain tensor"
+    assert plain.unsupported(subclass, fq.QuantSpec("int8"), codes=False) == "Own is not a plain tensor"
     monkeypatch.setattr("fakequant.ops.triton.backend.find_spec", lambda name: None)
     assert backend.unavailable() == "triton is not installed"
     monkeypatch.setattr("fakequant.ops.triton.backend.find_spec", lambda name: object())

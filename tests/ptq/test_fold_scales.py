@@ -144,7 +144,7 @@ def stays() -> dict[str, tuple[nn.Module, dict[str, float], str]]:
         "different": (Block(nn.LayerNorm(16)), {"up": 0.5, "gate": 0.25}, "norm: its readers have different scales"),
         "shared": (tied, both, "norm: modules share its weight"),
         "hook": (hooked, both, "norm: it has hooks or a forward of its own"),
-        "other function": (Block(Wrong(16)), both, "norm: its output is no multiple of its weight"),
+        "other function": (Block(Wrong(16)), both, "norm: its output is not a multiple of its weight"),
         "no norm": (Block(nn.LayerNorm(16)), {"down": 0.5}, "no normalisation makes its input"),
     }
 

@@ -126,7 +126,7 @@ def test_an_ended_run_goes_on(config: str, steps: Any, tmp_path: Path, chosen: l
 def test_another_run_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     improved(prepared(), tmp_path)
     model = prepared(given.pop("model", "int4 inputs"))
-    said = f"holds a run of improve with {message}; continue with what it had"
+    said = f"holds a run of improve with {message}; use the same as that run"
     with unchanged(model), pytest.raises(CheckpointError, match=said):
         fq.ptq.improve(model, **{"batches": batches(), "steps": QUICK, **given}, checkpoint=tmp_path, progress=False)
 

@@ -138,7 +138,7 @@ def test_weights_that_a_forward_computes_have_a_row() -> None:
     net = net_of(lambda m, x: F.linear((x @ m.w.T) @ m.v.detach(), m.last), w=w, v=v, last=last)
     _, found = chosen(net, [torch.randn(16, 8) for _ in range(3)])
     rows = {row.layer: row.note for row in found.layers}
-    computed = "nearest: forward computes the weight, several functions read it, or it is no parameter"
+    computed = "nearest: forward computes the weight, several functions read it, or it is not a parameter"
     assert rows == {"_sites.matmul_0": computed, "_sites.matmul_1": computed, "_sites.linear_0": ""}
 
 
@@ -190,9 +190,9 @@ READS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str | None]] = {
     "once": (lambda m, x: F.linear(x, m.w, m.b), None),
     "by two functions": (lambda m, x: F.linear(x, m.w, m.b) + F.linear(x, m.v, m.b), "several functions read it"),
     "outside of the function": (lambda m, x: F.linear(x, m.w, m.b) * m.b, "several functions read it"),
-    "computed": (lambda m, x: F.linear(x, m.w, m.b * 2), "it is no parameter"),
+    "computed": (lambda m, x: F.linear(x, m.w, m.b * 2), "it is not a parameter"),
     "by addmm": (lambda m, x: torch.addmm(m.b, x, m.w), None),
-    "by addmm with a factor": (lambda m, x: torch.addmm(m.b, x, m.w, beta=2), "it is no parameter"),
+    "by addmm with a factor": (lambda m, x: torch.addmm(m.b, x, m.w, beta=2), "it is not a parameter"),
 }
 
 

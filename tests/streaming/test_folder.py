@@ -118,7 +118,7 @@ def test_a_thread_reads_the_next_block_while_a_device_computes(tmp_path: Path, m
 
 def test_an_unknown_device_is_named(tmp_path: Path) -> None:
     load = without_weights(decoder())[1]
-    with pytest.raises(ConfigError, match="device='gpu' is no device, such as 'cuda'"):
+    with pytest.raises(ConfigError, match="device='gpu' is not a device, such as 'cuda'"):
         improve_folder(
             without_weights(decoder())[0], tmp_path / "x", "int4_group32", batches(), device="gpu", load=load
         )

@@ -238,9 +238,9 @@ class Calibrator(Observer):
         return [*members]
 
     def load_from(self, other: Calibrator) -> None:
-        """Take over what a calibrator of any method has seen, with the same bits as if this calibrator had seen it.
+        """Take over the data of another calibrator, of any method, with the same bits as if this one had seen them.
 
-        Raises a ConfigError if the other calibrator has another specification or num_bins, or collects too little.
+        Raises ConfigError if the other calibrator has another specification or num_bins, or collects too little.
         """
         raise ConfigError(
             f"{type(self).__name__} cannot use what {type(other).__name__} saw; call fakequant.calibrate by this method"
@@ -248,7 +248,7 @@ class Calibrator(Observer):
 
     @abstractmethod
     def compute_range(self) -> Range:
-        """The range to quantize, in units of x, with as many axes as x; lo <= 0 <= hi, never wider than what was seen.
+        """The range to quantize, in units of x, with as many axes as x; lo <= 0 <= hi, and not wider than the data.
 
         If all values seen are equal, the range is exactly from that value to zero.
 

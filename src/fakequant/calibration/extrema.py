@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 def read_batch(x: Tensor, granularity: Granularity) -> Batch | None:
     """The groups of a tensor and their ranges; None for a tensor without elements.
 
-    Raises a CalibrationError if the tensor holds NaN or inf.
+    Raises CalibrationError if the tensor holds NaN or inf.
     """
     compute_dtype(x.dtype)
     view = group_view(granularity, x.shape, x.stride())
@@ -173,9 +173,8 @@ class MovingAverageCalibrator(Calibrator):
         lo, hi = (state[name] for name in _STATE)
         if lo.shape != hi.shape or not bool((lo.isfinite() & hi.isfinite() & (lo <= hi)).all()):
             raise CalibrationError(
-                f"a calibrator state with average_lo of shape {list(lo.shape)} and average_hi of shape "
-                f"{list(hi.shape)} that is no range; expected equal shapes and finite values with average_lo <= "
-                "average_hi"
+                f"average_lo of shape {list(lo.shape)} and average_hi of shape {list(hi.shape)} in a calibrator's "
+                "state is not a range; expected equal shapes and finite values with average_lo <= average_hi"
             )
         self._average = Range(*(end.clone(memory_format=torch.contiguous_format) for end in (lo, hi)))
 
@@ -252,8 +251,8 @@ class ExtremaCalibrator(Calibrator):
         if other.spec != self.spec or not (not kept or set(needed) <= set(kept)):
             raise ConfigError(
                 f"{type(self).__name__}({self.spec}) cannot use what {type(other).__name__}({other.spec}) saw, which "
-                f"keeps {', '.join(kept) or 'nothing'}; calibrate with the same specification, and for percentile, "
-                "entropy or mse by one of these three methods"
+                f"stores {', '.join(kept) or 'nothing'}; calibrate with the same specification. For percentile, "
+                "entropy and mse, calibrate by one of these three methods"
             )
         try:
             self.load_state_dict({name: kept[name] for name in needed} if kept else {})
@@ -269,7 +268,7 @@ class ExtremaCalibrator(Calibrator):
 
     @property
     def seen(self) -> Range:
-        """Lowest and highest value seen [groups, axes kept], extended to 0.0; a CalibrationError before any value."""
+        """Lowest and highest value seen [groups, axes kept], extended to 0.0; raises CalibrationError without any."""
         if self._seen is None:
             raise CalibrationError(NOTHING_OBSERVED)
         return self._seen
@@ -295,10 +294,10 @@ class ExtremaCalibrator(Calibrator):
         return None
 
     def _count(self, batch: Batch) -> None:
-        """Update the state beyond the range with a batch; by default there is no such state."""
+        """Update the state beyond the range with a batch; the default has no state beyond the range."""
 
     def _absorb(self, other: Any) -> None:
-        """Merge the state beyond the range of a calibrator of the same class; by default there is no such state."""
+        """Merge the state beyond the range from a calibrator of the same class; the default has no such state."""
 
 
 def read_range(state: dict[str, Tensor]) -> Range:
@@ -306,7 +305,7 @@ def read_range(state: dict[str, Tensor]) -> Range:
     lo, hi = state["lo"], state["hi"]
     if lo.shape != hi.shape or not bool(((lo <= 0) & lo.isfinite() & (hi >= 0) & hi.isfinite()).all()):
         raise CalibrationError(
-            f"a calibrator state with lo of shape {list(lo.shape)} and hi of shape {list(hi.shape)} that is no range; "
+            f"lo of shape {list(lo.shape)} and hi of shape {list(hi.shape)} in a calibrator's state is not a range; "
             "expected equal shapes and finite values with lo <= 0 <= hi"
         )
     return Range(*(end.clone(memory_format=torch.contiguous_format) for end in (lo, hi)))

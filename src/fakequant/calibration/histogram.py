@@ -3,7 +3,7 @@
 A group counts its negative and its non-negative values apart, in bins of width 2**exponent that start at 0. When a
 larger value comes, the width doubles until it fits, and neighbouring bins are added. Because the width is a power of
 two, x / width is exact and halving a bin's index is what counting with the doubled width would have given: so the
-counts depend on the set of values seen and on nothing else.
+counts depend on the set of values alone.
 """
 
 from __future__ import annotations
@@ -388,12 +388,12 @@ class EntropyCalibrator(HistogramCalibrator):
     For a threshold, P is the histogram of the bins below it; the counts of the clipped bins are added to its last bin
     that is not empty. Q is the histogram without the clipped counts: the counts of each cell (all magnitudes that
     become one code of the format) are spread evenly over the bins of the cell that are not empty. The threshold with
-    the smallest KL(P || Q) is taken, of equal ones the largest. Bin 0 counts as much as its neighbour: it holds the
-    exact zeros (of a ReLU, often half of the data), which have an exact code whatever the threshold is. Thresholds are
-    edges of bins. The lowest keeps as many bins that are not empty as the format has codes on a side: fewer bins could
-    each have a code, and Q would equal P whatever was clipped. Up to 512 thresholds are all tried (fewer for formats of
-    more than 8 bits), of more every n-th and then the neighbours of the best. The search takes 2 to 5 ms for each
-    group: about 10 s for a tensor with 4,000 channels.
+    the smallest KL(P || Q) is taken; if several are equal, the largest. Bin 0 counts as much as its neighbour: it holds
+    the exact zeros (of a ReLU, often half of the data), which have an exact code whatever the threshold is. Thresholds
+    are edges of bins. The lowest keeps as many bins that are not empty as the format has codes on a side: fewer bins
+    could each have a code, and Q would equal P whatever was clipped. Up to 512 thresholds are all tried (fewer for
+    formats of more than 8 bits), of more every n-th and then the neighbours of the best. The search takes 2 to 5 ms for
+    each group: about 10 s for a tensor with 4,000 channels.
 
     Args:
         spec: how the tensor will be quantized.

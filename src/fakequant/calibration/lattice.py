@@ -43,7 +43,7 @@ def search_params(x: Tensor, spec: QuantSpec, moments: Tensor | None = None) -> 
     """Scales and offsets that give a small squared error of a tensor, never a larger one than the range's parameters.
 
     Args:
-        x: [rows, ...]; what is not finite counts as 0.
+        x: [rows, ...]; inf and NaN count as 0.
         spec: one for which `searches` is true.
         moments: the sum of v v^T over the inputs v that multiply the rows, [columns, columns]; then the error of
             their products counts. Entries of two columns with different scales count as 0. None: the error of x.
@@ -82,7 +82,7 @@ def rows_are_apart(x: Tensor, spec: QuantSpec) -> bool:
 
 
 def _better(x: Tensor, spec: QuantSpec, moments: Tensor | None) -> QParams:
-    """For the groups that share a scale, the parameters of the search or those of the range, whichever err less."""
+    """For the groups that share a scale, the parameters of the search or of the range, whichever err less."""
     plain = library.choose(x, spec)
     if not x.numel():
         return plain
@@ -107,7 +107,7 @@ class _Store:
         return self.blocks is not None
 
     def over(self, values: Tensor) -> Tensor:
-        """For each group, the sum over all groups under the same shared scale."""
+        """For each group, the sum of the values of all groups that have the same shared scale."""
         return values if self.blocks is None else _sums(values, self.blocks)
 
     def starts(self, values: Tensor) -> list[Tensor]:

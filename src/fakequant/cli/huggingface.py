@@ -351,7 +351,7 @@ def _rows(lines: list[str], where: str) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             yield from enumerate(csv.DictReader((f"{line}\n" for line in lines), skipinitialspace=True, strict=True), 1)
         except csv.Error as error:
-            raise RecipeError(f"{where} is no CSV: {error}; give CSV with a header, or JSON lines") from error
+            raise RecipeError(f"{where} is not CSV: {error}; give CSV with a header, or JSON lines") from error
         return
     for at, line in enumerate(lines, 1):
         if line.strip():

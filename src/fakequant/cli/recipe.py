@@ -130,7 +130,7 @@ def load_recipe(
         return Recipe(file, functions | ({"evaluate": found.evaluate} if found.evaluate else {}), found)
     given = {"--text": text is not None, "--trust-remote-code": trust, "--task": task not in ("none", "auto")}
     if options := [option for option, was_given in given.items() if was_given]:
-        raise RecipeError(f"{options[0]} is for a folder of Hugging Face, but {file} is none; leave {options[0]} out")
+        raise RecipeError(f"{options[0]} is for a folder of Hugging Face, but {file} is not one; leave it out")
     if _MODULE.fullmatch(str(path)) and not file.exists():
         module_name, _, function = str(path).partition(":")
         if "" not in sys.path:
@@ -212,7 +212,7 @@ def model():
 
 
 def calibration_batches():
-    """Some hundred examples that look like those in use; not those that evaluate() measures."""
+    """Some hundred examples that look like the inputs in use; not the examples that evaluate() measures."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(8):
         yield torch.randn(32, 16, generator=generator)  # EDIT: yield images, or (images, labels), or a dict

@@ -273,7 +273,7 @@ class TokenMask:
         return [x[columns[place]] for place, x in zip(places, steps, strict=True) if columns[place].any()]
 
     def warn_unmasked(self) -> None:
-        """Warn once about inputs that the mask does not fit; raise a CalibrationError if it fits no input."""
+        """Warn once about inputs that the mask does not fit; raise CalibrationError if it fits no input."""
         if not self._whole:
             return
         shapes = [f"{module_name(layer_of(name))} {list(shape)}" for name, shape in self._whole.items()]
@@ -642,7 +642,7 @@ def example_in(model: nn.Module, batch: Any) -> Any:
 
 
 def refuse_tensor(batches: Iterable[Any], caller: str) -> None:
-    """Raise ConfigError if `batches` are no iterable, or a tensor or mapping, whose items are rows or keys."""
+    """Raise ConfigError if `batches` is not iterable, or is a tensor or mapping, whose items are rows or keys."""
     if isinstance(batches, Mapping):
         raise ConfigError(f"{caller} takes batches, and a mapping is one batch; give a list: [mapping]")
     if isinstance(batches, Tensor):

@@ -228,7 +228,7 @@ def beside(model: nn.Module) -> tuple[Mapping[str, Content], list[str]]:
     source = folder_of(model)
     if source is None:
         return made, [
-            f"the tokenizer and other files of {given}, which is no folder here and not in the cache of Hugging Face"
+            f"the tokenizer and other files of {given}, which is not a folder here and not in the cache of Hugging Face"
         ]
     wanted = _known_in(source, _KNOWN)
     for name in _named_code(model):  # the Python files that load the model, with those that they import
@@ -548,7 +548,7 @@ def encode(
             precision, or a server that quantizes by itself, rounds them first. Default: the dtype of the model.
 
     Raises:
-        ExportError: the format cannot hold some layers, which are named, each with the reason; or it is no folder.
+        ExportError: the format cannot hold some layers, which are named, each with the reason; or it is not a folder.
         CheckpointError: an unknown format, or a model that is not prepared.
         ConfigError: a name in `only` that the model does not have, or a dtype that is not a float of 16 bits or more.
 

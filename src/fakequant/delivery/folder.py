@@ -107,7 +107,7 @@ class Folder:
         try:
             values = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.path / name} is no JSON: {error}") from error
+            raise CheckpointError(f"{self.path / name} is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise CheckpointError(f"{self.path / name} holds a {type(values).__name__}, not an object of JSON")
         return values

@@ -210,7 +210,7 @@ class LayeredFormat(DeliveryFormat):
         return found
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
-        raise ExportError(f"files of {self.name} are read and not written")
+        raise ExportError(f"fakequant reads files of {self.name}, but does not write them")
 
     def recognizes(self, path: Path) -> bool:
         found = Folder(path).quantization if (path / CONFIG).is_file() else None

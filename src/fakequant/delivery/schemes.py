@@ -151,7 +151,7 @@ def _weight_args(spec: QuantSpec, shape: Sequence[int]) -> Args | str:
     if stack and (stack != [1] or (height, width) == (rows, columns) or not args["symmetric"]):
         return "files have scales of experts for rows, or for groups of inputs, of one expert, and no zero points"
     if height == 1 and columns % width and width < columns:
-        return f"groups divide the inputs, and {columns} is no multiple of {width}"
+        return f"groups divide the inputs, and {columns} is not a multiple of {width}"
     own = _own_scales(spec, (*shape[:-2], rows, columns // width)) if is_float and height == 1 else None
     if own is not None and (args["num_bits"], width, own["scale_dtype"]) in LAYOUTS:
         return {**args, **own, "group_size": width}
@@ -271,10 +271,10 @@ def normalized(group: Mapping[str, Any], format: str | None) -> Args:
 def config_of(
     args: Mapping[str, Any], scales: torch.dtype = torch.float32, *, half_range: bool = False
 ) -> TensorConfig:
-    """The configuration for a tensor that has these arguments.
+    """The configuration of a tensor from its arguments in a scheme.
 
-    Files do not say how a program computes the scales of dynamic integers. INT8 per token gets the rule of vLLM 0.32;
-    all others, and with `half_range` INT8 per token, get the rule of compressed-tensors 0.20 in transformers.
+    Files do not say how a program computes the scales of dynamic integers. INT8 per token gets the rule of vLLM 0.32,
+    unless `half_range` is True. Everything else gets the rule of compressed-tensors 0.20 in transformers.
     """
     bits, kind, strategy, dynamic = args["num_bits"], args["type"], args["strategy"], args["dynamic"]
     places: dict[str, Granularity] = {"tensor": PerTensor(), "channel": PerChannel(0), "token": PerToken()}

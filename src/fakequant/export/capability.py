@@ -552,7 +552,7 @@ def _require(good: Tensor, scale: Tensor, expected: str) -> None:
 
 
 def check_opset(opset: int | None, needed: int, subject: str) -> int:
-    """Return the opset to write: the requested one, or the smallest that suffices.
+    """Return the opset to write: the requested opset, or the smallest that suffices.
 
     Args:
         opset: the requested opset, or None.

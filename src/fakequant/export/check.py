@@ -389,7 +389,7 @@ class Deployed:
             self._add(report.noise, plain, unrounded)
 
     def finish(self) -> None:
-        """Look for a setting that repairs what the default optimisations change; uses the last batch."""
+        """Use the last batch to find a setting that repairs the results of the default optimisations."""
         if self._batch is None or all(row.sqnr >= _NO_LOSS for row in self._report.optimised):
             return
         plain, unrounded, inputs = self._batch

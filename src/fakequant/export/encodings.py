@@ -207,7 +207,7 @@ def read_encodings(
     _, expected, names = _split(copied, example)
     own, ready = quantizers(model), quantizers(copied)
     if calls := sorted({path for paths in names.values() for path in paths} - own.keys()):
-        raise ExportError(f"{listed(calls)} call fake_quantize, whose ranges are arguments; use layers of prepare")
+        raise ExportError(f"{listed(calls)} call fake_quantize with ranges as arguments; use layers of prepare")
     lacking, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if lacking or unknown:
         said = [f"it lacks {listed(lacking)}"] if lacking else []
@@ -232,7 +232,7 @@ def _without(own: Mapping[str, Quantizer], names: Mapping[str, list[str]]) -> li
 
 
 def _params(title: str, path: str, found: TensorEncoding, expected: TensorEncoding, ready: Quantizer) -> QParams:
-    """An encoding as parameters for a quantizer; `ready` is its calibrated copy. Raises ExportError for other formats."""
+    """An encoding as parameters for a quantizer; `ready` is its calibrated copy. Raises ExportError on a misfit."""
     before, spec = ready.scale, ready.spec
     assert before is not None
     if (found.dtype, found.scale.size) != (expected.dtype, expected.scale.size):
@@ -343,7 +343,7 @@ class _Split:
         return None
 
     def finish(self) -> dict[str, str]:
-        """Write the graph without quantizers; returns reasons by the quantizers whose tensor is also read in float."""
+        """Write the graph without quantizers; returns a reason for each quantizer whose tensor is read in float."""
         from onnx import helper
 
         graph = self._proto.graph
@@ -439,7 +439,7 @@ def _parsed(source: Path) -> tuple[str, dict[str, TensorEncoding]]:
     except OSError as error:
         raise ExportError(f"{source}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise ExportError(f"{source}: is no JSON: {error}") from error
+        raise ExportError(f"{source}: is not JSON: {error}") from error
     version = values.get("version") if isinstance(values, dict) else None
     if version not in VERSIONS:
         raise ExportError(f"{source}: has the version {shown(version)}, expected {', '.join(VERSIONS)}")
@@ -468,7 +468,7 @@ def _parsed(source: Path) -> tuple[str, dict[str, TensorEncoding]]:
 
 def _of_channels(entry: Any) -> TensorEncoding:
     if not isinstance(entry, list) or not entry or not all(isinstance(one, dict) for one in entry):
-        raise ValueError("is no list of the encodings of channels")
+        raise ValueError("is not a list of the encodings of channels")
     alike = {(one.get("dtype"), one.get("is_symmetric"), one.get("bitwidth")) for one in entry if _is_plain(one)}
     if len(alike) != 1 or len(entry) != sum(map(_is_plain, entry)):
         raise ValueError("has channels of several formats, or channels without a format")
@@ -541,17 +541,17 @@ def _checked(
         raise ValueError(f"has {scale.size} scales and {zero.size} offsets or zero points")
     low = -(1 << bits - 1) if signed else 0
     if not bool(((zero >= low) & (zero < low + (1 << bits)) & (zero == np.rint(zero))).all()):
-        raise ValueError(f"has offsets or zero points that are no codes of {bits} bits")
+        raise ValueError(f"has offsets or zero points that are not codes of {bits} bits")
     with np.errstate(over="ignore", under="ignore"):
         narrow = scale.astype(np.float32)
     if not bool((np.isfinite(narrow) & (narrow >= np.finfo(np.float32).tiny)).all()):
-        raise ValueError("has scales that are no positive normal numbers in float32")
+        raise ValueError("has scales that are not positive normal numbers in float32")
     return TensorEncoding(narrow, zero.astype(np.int64), bits, signed, axis, block_size)
 
 
 def _numbers(value: Any, key: str) -> np.ndarray:
     if not all(type(one) in (int, float) for one in _leaves(value)):
-        raise ValueError(f"has {key} that are no numbers")
+        raise ValueError(f"has {key} that are not numbers")
     try:
         return np.asarray(value, dtype=np.float64)
     except (ValueError, OverflowError) as error:

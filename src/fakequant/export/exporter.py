@@ -105,8 +105,8 @@ def states(program: ExportedProgram) -> dict[str, str]:
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.CONSTANT_TENSOR and spec.arg.name in written:
             raise ExportError(
-                f"forward writes the tensor {spec.target}, which is no buffer; register the tensor by register_buffer, "
-                "so that it becomes an input and an output of the file"
+                f"forward writes the tensor {spec.target}, which is not a buffer; register it by register_buffer, so "
+                "that it becomes an input and an output of the file"
             )
     program = program.run_decompositions({})
     signature = program.graph_signature

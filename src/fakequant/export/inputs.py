@@ -186,7 +186,7 @@ def input_records(model: ModelProto, program: ExportedProgram, state: Mapping[st
 
 
 def arguments(records: list[InputRecord], model: nn.Module | None) -> list[InputRecord]:
-    """The inputs that a batch must contain: all of them, or if there is a model all but its buffers.
+    """The inputs that a batch must contain: all inputs, but without buffers if there is a model.
 
     Raises:
         VerificationError: the model lacks a buffer.

@@ -134,13 +134,13 @@ def why_not(spec: QuantSpec, *, constant: bool) -> str | None:
 
     >>> why_not(QuantSpec("int8"), constant=False)
     >>> why_not(QuantSpec("float8_e4m3fn"), constant=True)
-    'the operators have integers, and float8_e4m3fn is none; prepare with integers such as int8, or use export_onnx'
+    'the operators have integers, but float8_e4m3fn is not one; prepare with int8, or use export_onnx'
     """
     fmt = spec.format
     if not isinstance(fmt, IntegerFormat):
-        return f"the operators have integers, and {fmt} is none; prepare with integers such as int8, or use export_onnx"
+        return f"the operators have integers, but {fmt} is not one; prepare with int8, or use export_onnx"
     if fmt.bits > 16 or (fmt.low < 0) != fmt.signed:
-        return f"the operators have integers of at most 16 bits, and {fmt} is none of them"
+        return f"the operators have integers of at most 16 bits, but {fmt} is not one"
     if spec.arithmetic not in (Arithmetic.DIVIDE, Arithmetic.RECIPROCAL):
         return f"the operators encode and decode by one scale, which {spec.arithmetic} does not; use RECIPROCAL"
     if spec.offset is not None or spec.scale.rounding is ScaleRounding.SIGNED:

@@ -460,7 +460,7 @@ class VerifyReport:
 
     @property
     def deployment(self) -> list[str]:
-        """Lines that compare the loss by ONNX Runtime's default session with that by quantization, and name a cure."""
+        """Lines that compare the SQNR of ONNX Runtime with and without optimisations, and name a setting for repair."""
         lines = []
         for row, noise in self._judged:
             verdict = "NOT as deployed" if is_lost(row, noise) else "as deployed"

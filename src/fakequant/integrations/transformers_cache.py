@@ -63,8 +63,8 @@ def name_attention(model: Model) -> Model:
         return model
     if PREFIX + name not in ALL_ATTENTION_FUNCTIONS:
         raise ConfigError(
-            f"the attention {name!r} of the model is no registered function of transformers; attention that is "
-            "\"eager\" needs none, because rules name its products: ops=('matmul',)"
+            f"the attention {name!r} of the model is not a registered function of transformers; "
+            "\"eager\" attention needs no name, because rules name its products: ops=('matmul',)"
         )
     copies: dict[int, Any] = {}  # because models may share one configuration
     deepcopy(model.config, copies)
@@ -331,8 +331,8 @@ class FakeQuantCache(DynamicCache):
         """The number of padding tokens before each sequence; each prompt may have several beams."""
         if sequences > 1 and not self._knows_padding:
             raise ConfigError(
-                f"{sequences} sequences may begin with padding, which belongs to no group of tokens: give "
-                "FakeQuantCache(..., attention_mask=) that of the prompt, of ones where there is no padding"
+                f"the {sequences} sequences may begin with padding, which must not count as tokens: give "
+                "FakeQuantCache(..., attention_mask=) the mask of the prompt, all ones if it has no padding"
             )
         if sequences % len(self._padding):
             raise ConfigError(

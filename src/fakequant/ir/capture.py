@@ -105,7 +105,7 @@ def capture(
                     value = model.get_buffer(target)
                 if not isinstance(value, Tensor):
                     kind = spec.kind.name
-                    raise GraphError(f"the input {spec.arg.name} of kind {kind} is no tensor; graphs hold tensors only")
+                    raise GraphError(f"the input {spec.arg.name} of kind {kind} is not a tensor; graphs hold tensors")
                 graph.constants[ids[node]] = Constant(target, value)
         graph.ops, graph.outputs = operations([node for node in nodes if node in live], results, ids)
     return graph.check()

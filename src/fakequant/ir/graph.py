@@ -360,22 +360,22 @@ class _Checker:
             yield "the graph has no outputs"
         for id in self.graph.outputs:
             if not is_id(id):
-                yield f"the output {id!r} is no integer >= 0"
+                yield f"the output {id!r} is not an integer >= 0"
             elif id not in self.known:
                 yield f"the output t{id} is made by nothing"
             elif self.known[id].type in (IRType.Index, IRType.Missing):
-                yield f"the output t{id} is {self.known[id].type.value}, which is no tensor"
+                yield f"the output t{id} is {self.known[id].type.value}, which is not a tensor"
 
     def _given(self, id: int, type: TensorType, what: str) -> Iterator[str]:
         """The faults of an input or a constant."""
         if not is_id(id):
-            yield f"{what} has the id {id!r}, which is no integer >= 0"
+            yield f"{what} has the id {id!r}, which is not an integer >= 0"
         if id in self.known:
             yield f"{what} has the id t{id}, which {self.made_by[id]} has already"
         if fault := type.fault():
             yield f"{what}: {fault}"
         elif type.type in (IRType.Index, IRType.Missing):
-            yield f"{what} is {type.type.value}, which is no tensor"
+            yield f"{what} is {type.type.value}, which is not a tensor"
         self.known[id], self.made_by[id] = type, what
 
     def _constant(self, id: int, constant: Constant) -> Iterator[str]:

@@ -190,13 +190,13 @@ class TensorType(NamedTuple):
     def fault(self) -> str | None:
         """The fault in type or shape as a sentence; None if both are valid."""
         if not isinstance(self.type, IRType):
-            return f"{self.type!r} is no IRType"
+            return f"{self.type!r} is not an IRType"
         if self.type is IRType.Decimal:
             return f"{self.type.value} has no torch dtype, so that nothing can compute it"
         if self.type in (IRType.Index, IRType.Missing) and self.shape:
-            return f"{self.type.value} is no tensor and has no shape, got {self.shape}"
+            return f"{self.type.value} is not a tensor and has no shape, got {self.shape}"
         if not isinstance(self.shape, (tuple, list)):
-            return f"the shape {self.shape!r} is no tuple of integers"
+            return f"the shape {self.shape!r} is not a tuple of integers"
         return TensorShape(self.shape).fault()
 
     def __str__(self) -> str:
@@ -352,14 +352,14 @@ class IROp:
             found.append("makes no value: output_ids is empty")
         for what, ids in (("output", self.output_ids), ("input", self.input_ids)):
             if wrong_ids := [id for id in ids if not is_id(id)]:
-                found.append(f"the {what} id {wrong_ids[0]!r} is no integer >= 0")
+                found.append(f"the {what} id {wrong_ids[0]!r} is not an integer >= 0")
         if len(self.output_ids) != len(self.outputs):
             found.append(f"has {len(self.output_ids)} output ids, but {len(self.outputs)} types of outputs")
         for place, type in enumerate(self.outputs):
-            fault = type.fault() if isinstance(type, TensorType) else f"{type!r} is no TensorType"
+            fault = type.fault() if isinstance(type, TensorType) else f"{type!r} is not a TensorType"
             found += [f"output {place}: {fault}"] if fault else []
         if not _OP_TYPE.fullmatch(self.op_type):
-            found.append(f"the op_type {self.op_type!r} is no name such as Add or aten.add.Tensor")
+            found.append(f"the op_type {self.op_type!r} is not a name such as Add or aten.add.Tensor")
         try:
             items_to_text(self.attributes)
         except GraphError as error:

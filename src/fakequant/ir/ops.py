@@ -460,9 +460,7 @@ def _fake_quantize(call: Call) -> list[TensorType]:
     if call.has("zero_point"):
         zero_point = call.type("zero_point")
         if spec.symmetric or not call.has("scale"):
-            raise GraphError(
-                f"has a zero point, which belongs to a given scale and symmetric=False, but {spec} has none"
-            )
+            raise GraphError(f"has a zero point, but {spec} takes none; a zero point needs a scale and symmetric=False")
         if not expected.shape.matches(zero_point.shape):
             raise GraphError(f"{spec} takes a zero point of shape {expected.shape}, got {zero_point.shape}")
     random = spec.rounding is Rounding.STOCHASTIC
@@ -554,13 +552,13 @@ def _fused(call: Call) -> list[TensorType]:
     body = body_of(call.op)
     for op in body:
         if missing := [id for id in op.input_ids if id not in known]:
-            raise GraphError(f"in its body {op} reads t{missing[0]}, which nothing makes before")
+            raise GraphError(f"its body has {op}, which reads t{missing[0]} before an operation makes it")
         if op.op_type == FUSED:
-            raise GraphError(f"in its body is another {FUSED}: {op}")
+            raise GraphError(f"its body has another {FUSED}: {op}")
         if found := faults(op, [known[id] for id in op.input_ids]):
-            raise GraphError(f"in its body {op}: {found[0]}")
+            raise GraphError(f"its body has {op}: {found[0]}")
         if twice := [id for id in op.output_ids if id in known]:
-            raise GraphError(f"in its body {op} makes t{twice[0]}, which is there already")
+            raise GraphError(f"its body has {op}, which makes t{twice[0]} a second time")
         known.update(zip(op.output_ids, op.outputs, strict=True))
     return body[-1].outputs
 

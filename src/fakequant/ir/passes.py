@@ -494,7 +494,7 @@ def optimize(graph: Graph, passes: Sequence[Pass] = EXACT) -> Optimized:
         passes: the passes in the order in which they run: `EXACT`, `ALL`, or your own.
 
     Raises:
-        GraphError: the graph is not valid, or a pass made an invalid one.
+        GraphError: the graph is not valid, or a pass made an invalid graph.
 
     >>> from fakequant.ir import IRType
     >>> graph = Graph("example")

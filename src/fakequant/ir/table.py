@@ -262,7 +262,7 @@ def find_overload(name: str) -> OpOverload:
     """
     parts = name.split(".")
     if parts[0].startswith(_PRIVATE):
-        raise GraphError(f"{name} is a kernel that trusts its arguments, and no operation of graphs; FakeQuantize is")
+        raise GraphError(f"{name} does not check its arguments, so that graphs cannot have it; use FakeQuantize")
     if len(parts) == 3:
         overload = getattr(getattr(getattr(torch.ops, parts[0]), parts[1], None), parts[2], None)
         if isinstance(overload, OpOverload):
@@ -281,7 +281,7 @@ def name_of(target: object) -> str:
     if isinstance(target, OpOverload):
         return str(target)
     name = shown_target(target)  # such as sym_float, of sizes that a graph does not compute with
-    raise GraphError(f"the operation {name} cannot be in a graph; it is no operator of torch")
+    raise GraphError(f"the operation {name} cannot be in a graph; it is not an operator of torch")
 
 
 def shown_target(target: object) -> str:

@@ -123,7 +123,7 @@ class TensorConfig:
         return TensorConfig(spec, self.dynamic)
 
     def for_each(self) -> TensorConfig:
-        """The configuration for a stack [tensors, ...], each quantized by itself, see `Granularity.for_each`."""
+        """The configuration for a stack [tensors, ...], quantized one by one, see `Granularity.for_each`."""
         return TensorConfig(self.spec.regrouped(lambda one: one.for_each()), self.dynamic)
 
     def to_text(self) -> str:
@@ -231,7 +231,7 @@ class Rule:
                     f"a rule's {name} must be a {kind.__name__}, a QuantSpec, a text or None, got {value!r:.80}"
                 )
         if self.gradient is not None and self.leaves_in_float:
-            raise ConfigError("gradients are quantized in layers whose input or weight is; give input= or weight=, too")
+            raise ConfigError("gradient= needs a layer whose input or weight is quantized; give input= or weight=, too")
         object.__setattr__(self, "execution", as_execution(self.execution))
         several = isinstance(self.layers, Iterable) and not isinstance(self.layers, (str, type))
         given: tuple[Any, ...] = tuple(self.layers) if several else (self.layers,)

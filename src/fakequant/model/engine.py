@@ -327,7 +327,7 @@ def simulated(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def executed_by(model: nn.Module, target: str | None) -> Iterator[Device | None]:
-    """A context in which quantizers store an engine's codes; yields the engine's device, None without such codes."""
+    """A context in which quantizers store an engine's codes; yields its device, or None if it has no device codes."""
     device = None if target is None else find_engine(target).device
     held = quantizers(model).values()
     if device is None or all(quantizer.why_simulated(device) is not None for quantizer in held):

@@ -60,7 +60,7 @@ class ReusedOutputs:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """A context in which a pass through the model is recorded, which replaces an earlier recording."""
+        """A context that records a pass through the model; the record replaces an earlier record."""
         self._calls, self._recording = {module: [] for module in self._modules}, True
         try:
             with self._watching():
@@ -327,7 +327,7 @@ def sensitivity(
 
 
 def _output_distances(model: nn.Module, batches: Batches, held: dict[str, list[Quantizer]]) -> dict[str, Distance]:
-    """The distance of the outputs from the float outputs with one layer quantized alone, by layer."""
+    """For each layer, the distance of the outputs from the float outputs if only this layer is quantized."""
     distances, kept = {name: Distance() for name in held}, ReusedOutputs(model)
     passes = SeveralPasses(model)
     measured: int | None = None

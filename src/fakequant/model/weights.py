@@ -427,7 +427,7 @@ def raise_scales(model: nn.Module) -> list[str]:
             if before is not None:
                 spec = quantizer.spec.replace(rounding=Rounding.NEAREST_EVEN)
                 after = library.encode(tensor, quantizer.qparams(tensor), spec)
-                assert after is not None, "values of codes are no NaN"
+                assert after is not None, "values of codes are not NaN"
                 blocks = quantizer.spec.granularity.block_shape(tensor.shape)
                 stays = blocked_groups(scale == params.scale, tensor.shape, blocks)
                 stays = stays.expand(blocked(before[0], blocks).shape)

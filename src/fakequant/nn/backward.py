@@ -112,7 +112,7 @@ class GradientConfig:
         """Read the text of a configuration: the specification of the gradient, then other arguments by name.
 
         Raises:
-            ConfigError: an unknown name, a name twice, or a block that is no number.
+            ConfigError: an unknown name, a name twice, or a block that is not a number.
             SpecError: a specification that cannot be read.
         """
         gradient, *others = (part.strip() for part in text.split(";"))
@@ -491,7 +491,7 @@ def multiplied(
         )
     if is_compiled_in_transforms():  # the gradient of a bias was 0
         raise ConfigError(
-            "torch.compile finds no quantized gradients within torch.func; call the transform without torch.compile, "
+            "torch.compile cannot quantize gradients within torch.func; call the transform without torch.compile, "
             "compile a step with loss.backward() in its place, or leave gradient= out of the rule"
         )
     in_transforms = library.needs_tracing(x.before) and not torch.compiler.is_compiling()

@@ -242,8 +242,8 @@ class Device:
 
     Attributes:
         name: the name of the engine.
-        rules: by the canonical name of a function, "strided depthwise" for these convolutions, and "product" for all
-            convolutions, linear layers and matrix products that have no rule by name. A rule takes `Sums` or
+        rules: by the canonical name of a function; "strided depthwise" is a depthwise convolution with a stride,
+            "product" any convolution, linear layer or matrix product without a rule by name. A rule takes `Sums` or
             `Operands`, and the quantizer's `CodeGrid` with the bounds of a ReLU; it returns a new tensor of codes, as
             floats, or as integers that are clamped to the bounds.
         source: the program from which the rules come, and how far the rules were compared with it.

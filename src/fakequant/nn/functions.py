@@ -202,7 +202,7 @@ class SiteFunction:
         operands: the tensor arguments; empty if the function takes a list of tensors, see `list_position`.
         traits: how the function treats values.
         also: torch's other names of the function, and operators with their namespace, as "mylib::product".
-        fewest: how many float tensors a call needs to be a site: with 2, `x + 1` is no site.
+        fewest: how many float tensors a call needs to be a site: with 2, `x + 1` is not a site.
         list_position: the first argument that belongs to a list of tensors, or None.
         equation: returns the `einsum` equation of a call's arguments; None if the axes of `operands` always hold.
         multiplications: counts multiply-accumulates, from the count of results and the operands, where torch's counter
@@ -449,7 +449,7 @@ def register_function(function: SiteFunction, *objects: Callable[..., Any]) -> N
     >>> del SITE_FUNCTIONS["my_product"], CALLED_AS["mylib.product"]
     """
     if function.name in SITE_FUNCTIONS or not function.name.isidentifier():
-        raise ConfigError(f"a function needs a name that no other has and that is an identifier, got {function.name!r}")
+        raise ConfigError(f"a function's name is an identifier that no other function has, got {function.name!r}")
     SITE_FUNCTIONS[function.name] = function
     for name in function.also:
         CALLED_AS.update(_operators(function, name))

@@ -210,11 +210,11 @@ def cannot_multiply(spec: QuantSpec) -> str | None:
 
     >>> cannot_multiply(QuantSpec("int4"))
     >>> cannot_multiply(QuantSpec("float8_e4m3fn"))
-    'codes of float8_e4m3fn are no integers'
+    'codes of float8_e4m3fn are not integers'
     """
     fmt = spec.format
     if not fmt.has_zero_point:
-        return f"codes of {fmt} are no integers"
+        return f"codes of {fmt} are not integers"
     if fmt.storage not in products.CODES:
         return f"codes of {fmt} do not fit 8 bits"
     if not spec.arithmetic.is_linear:
@@ -222,7 +222,7 @@ def cannot_multiply(spec: QuantSpec) -> str | None:
     if spec.rounding is Rounding.STOCHASTIC:
         return "stochastic rounding is simulated"
     if spec.offset is not None:
-        return "its offset is no code"
+        return "its offset is not a code"
     return None
 
 

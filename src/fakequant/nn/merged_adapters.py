@@ -90,7 +90,7 @@ def _check(layer: Any, adapter: str, path: str = "") -> None:
     place = f"{path or type(layer).__name__}: the adapter {adapter!r}"
     if adapter in layer.lora_variant:
         raise ConfigError(
-            f"{place} is a {type(layer.lora_variant[adapter]).__name__}, which is no sum of weights; train it as "
+            f"{place} is a {type(layer.lora_variant[adapter]).__name__}, which is not a sum of weights; train it as "
             "merged without use_dora and other variants"
         )
     if any(getattr(dropout, "p", 0.0) for name, dropout in layer.lora_dropout.items() if name == adapter):

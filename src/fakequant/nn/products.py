@@ -263,7 +263,7 @@ class MatrixProduct(Product):
         return [Matrix(weight, quantizer.spec, quantizer.qparams(weight), lambda: quantizer(weight))]
 
     def joined(self, values: Sequence[Tensor], params: Sequence[QParams]) -> tuple[Tensor, QParams]:
-        """The values and parameters of the weight, joined from those of its matrices."""
+        """The values and parameters of the weight, joined from the values and parameters of its matrices."""
         return values[0], params[0]
 
 

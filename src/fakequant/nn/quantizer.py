@@ -488,7 +488,7 @@ class Quantizer(QuantizerPart):
         return "it has no range yet: call fakequant.calibrate before" if self.scales_each_call else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x, unchanged or fake-quantized by the mode, in its shape and dtype; mode OBSERVE calibrates, too."""
+        """Return x, unchanged or fake-quantized as the mode says, in its shape and dtype; OBSERVE also calibrates."""
         if self.mode is not Mode.QUANTIZE:
             # A weight comes with every batch, and counts once.
             is_seen = self.kind is Kind.WEIGHT and self.calibrator is not None and self.calibrator.observed
@@ -561,9 +561,9 @@ class Quantizer(QuantizerPart):
         return None if codes is None else (codes, params)
 
     def _check_same(self, x: Tensor) -> None:
-        """Raise ConfigError if x is only this process's part of an activation, and its range would be that of the part.
+        """Raise ConfigError if x is only this process's part of an activation, and its range would be the part's range.
 
-        A calibrated scale of the tensor fits every part, and blocks have ranges of their own. Otherwise the processes
+        A calibrated scale of the tensor fits every part, and each block has a separate range. Otherwise the processes
         compare their values, once, in the first call whose values are not all equal.
         """
         spec, mesh = self.spec, self.mesh
@@ -579,10 +579,10 @@ class Quantizer(QuantizerPart):
         found = gather(fingerprint(x.detach()), mesh.group)
         if any(one != found[0] for one in found):
             raise ConfigError(
-                f"{self.name or self}: each process has another part of this tensor, of shape {list(x.shape)} "
-                f"here, because parallelize_module shared out the layers before it. With {spec}"
-                f"{' dynamic' if self.dynamic else ''} each part would have a range of its own. Quantize it by a "
-                "static per_tensor range that is not learned, by dynamic blocks, or leave it in float by a rule"
+                f"{self.name or self}: parallelize_module split the layers before it, so that each process has a part "
+                f"of this tensor, here of shape {list(x.shape)}. With {spec}{' dynamic' if self.dynamic else ''} each "
+                "part would get a different range. Use a static per_tensor range that is not learned, or dynamic "
+                "blocks, or leave the tensor in float by a rule"
             )
         self.is_same_everywhere = bool(x.numel()) and bool((x != x.flatten()[0]).any())  # zeros are equal by chance
 
@@ -629,7 +629,7 @@ class Quantizer(QuantizerPart):
 
         Raises:
             CalibrationError: a static input quantizer that was not calibrated.
-            ConfigError: rows of x have ranges of their own.
+            ConfigError: rows of x have different ranges.
             ShapeError: the parameters were made for tensors of another shape.
         """
         if not self.dynamic and (scale := self._buffers["scale"]) is not None:
@@ -728,15 +728,15 @@ class Quantizer(QuantizerPart):
     def fix_global_scale(self, global_scale: Tensor) -> None:
         """Fix the global scale, 1 / the scale of the tensor, float32 [1]; the scales of its blocks stay dynamic.
 
-        Raises a ConfigError if the quantizer is not dynamic, a QParamsError as `check_global_scale` does.
+        Raises ConfigError if the quantizer is not dynamic, a QParamsError as `check_global_scale` does.
         """
         if not self.dynamic:
-            raise ConfigError(f"{self._title()} is not dynamic, so that calibrate fixes its scales; leave the call out")
+            raise ConfigError(f"{self._title()} is not dynamic: calibrate fixes its scales; leave this call out")
         check_global_scale(global_scale, self.spec)
         self.global_scale = global_scale.detach().clone()
 
     def freeze(self, x: Tensor) -> None:
-        """Fix scale and zero point at those of x; groups that are all zeros follow `fill_empty_groups`."""
+        """Fix scale and zero point at the values for x; groups that are all zeros follow `fill_empty_groups`."""
         range = library.measure(x, self.spec.granularity)
         filled = range if bool(range.amax.all()) else fill_empty_groups(range, self.spec)
         keeps = filled is range and not self.scales_each_call
@@ -754,7 +754,7 @@ class Quantizer(QuantizerPart):
     # Ranges that training moves.
 
     def learn(self, method: str = "lsq", **options: Any) -> None:
-        """Let training move the range, beginning at the present one.
+        """Let training move the range, which begins at the present range.
 
         Args:
             method: one of `fakequant.nn.learned_ranges()`: "lsq" (the step), "lsq_plus" (step and offset), "pact" (the
@@ -821,7 +821,7 @@ class Quantizer(QuantizerPart):
         # Not `_named_errors`: entering a context takes as long as 5,000 values, for every batch and layer.
         try:
             if self.calibrator is None:
-                raise CalibrationError("in mode OBSERVE without a calibrator; call fakequant.calibrate")
+                raise CalibrationError("is in mode OBSERVE, but has no calibrator; call fakequant.calibrate")
             self.calibrator.observe(x if type(x) is Tensor else gathered(x))
         except (CalibrationError, ConfigError, ShapeError) as error:
             raise self.named(error) from error
@@ -917,7 +917,7 @@ class Quantizer(QuantizerPart):
         """
         if self.fixed_codes is None or self.learned is None or not [*self.learned.parameters()]:
             raise ConfigError(
-                f"{self._title()} has no codes that could stay, or no scale that is learned by gradient; call "
+                f"{self._title()} has no fixed codes, or no scale that is learned by gradient; call "
                 'fix_codes and then learn("lsq"), or fakequant.qat.set_scales(model, fakequant.qat.Scales.ONLY)'
             )
         self.keeps_codes, self._differs = True, None

@@ -214,7 +214,7 @@ class LearnedRange(QuantizerPart, ABC):
         super().__init__()
         if spec.arithmetic.has_two_scales:
             raise ConfigError(
-                f"{spec} makes codes by another scale than it decodes them, so that no single scale can be learned; "
+                f"{spec} encodes with another scale than it decodes with, so that no single scale can be learned; "
                 "keep the range calibrated or dynamic, or use the arithmetic divide"
             )
         if not spec.is_plain:

@@ -170,7 +170,7 @@ def hide_caches() -> None:
 
 
 def add_sites(module: nn.Module, sites: Sites) -> None:
-    """Make a module the owner of sites: change its class in place; raises ConfigError if copies would lose the sites."""
+    """Make a module the owner of sites: change its class in place. Raises ConfigError if copies would lose them."""
     if type(module).__reduce_ex__ is not object.__reduce_ex__ or type(module).__reduce__ is not object.__reduce__:
         if isinstance(module, torch.fx.GraphModule):
             raise ConfigError(

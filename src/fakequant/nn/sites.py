@@ -412,7 +412,7 @@ def resume(mode: SiteMode) -> None:
 def attention_function(query: Tensor, key: Tensor, value: Tensor, run: Callable[..., Any]) -> Any:
     """The result of `run(query, key, value)`, called so that the owner's sites count the call as one function.
 
-    Use it for attention that calls no function of torch, or an opaque one.
+    Use it for attention that calls no function of torch, or an opaque function.
     """
     mode = pause()
     if mode is not None:  # not by torch, whose way to a mode the compiler cannot trace
@@ -525,7 +525,7 @@ class _Linear(SiteProduct, MatrixProduct):
         """Store the bias and the options of a call, and whether they differ from those of the last call."""
         bias = self.added(args, kwargs)
         self._bias = bias if isinstance(bias, nn.Parameter) else None
-        self.why_no_bias = None if self._bias is bias else "it is no parameter"
+        self.why_no_bias = None if self._bias is bias else "it is not a parameter"
         options = (self._bias, *self.options(args, kwargs).items())
         self.varies = self.varies or self._options not in (None, options)
         self._options = options
@@ -573,7 +573,7 @@ class _LeftMatMul(_Linear):
 
 
 class _Convolution(_Linear, WindowProduct):
-    """A convolution by a function; the arguments of its calls have stride, padding, dilation and groups."""
+    """A convolution by calls of a function such as `conv2d`, with stride, padding, dilation and groups as arguments."""
 
     forms: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     names = ("stride", "padding", "dilation", "groups")
@@ -606,7 +606,7 @@ class _Convolution(_Linear, WindowProduct):
 
 
 class _TransposedConvolution(_Convolution, TransposedWindowProduct):
-    """A transposed convolution by a function."""
+    """A transposed convolution that is computed by a call of a function, such as `conv_transpose2d`."""
 
     forms: tuple[Any, ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     names = ("stride", "padding", "output_padding", "groups", "dilation")

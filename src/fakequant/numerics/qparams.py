@@ -45,7 +45,7 @@ class QParams(NamedTuple):
         scale: [groups, axes kept] in units of x per code; under `Arithmetic.MULTIPLIER` codes per unit of x.
         zero_point: the code of 0.0, [groups, axes kept], or None if that is 0 everywhere; under `QuantSpec.offset` the
             offset, in units of x.
-        range: what the scale was made from, or None; `Gradient.INPUT_RANGE` compares the input with it.
+        range: the range from which the scale was made, or None; `Gradient.INPUT_RANGE` compares the input with it.
         seed: the seed of `Rounding.STOCHASTIC`, [] int64; None before it is drawn, and where rounding is to nearest.
 
     >>> params = fq.choose_qparams(torch.tensor([-1.0, 2.54]), "int8")

@@ -51,10 +51,10 @@ DIGITS = 4
 
 
 def order_free_sum(values: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The sum of float64 values over axes that hold elements; no axes: each value is a sum by itself.
+    """The sum of float64 values over axes that hold elements; without axes, each value is its own sum.
 
-    NaN where there is NaN or both infinities, the infinity where there is one, +0.0 where all are zeros: what a plain
-    sum gives. Differentiable, with the gradient of a sum.
+    As in a plain sum, NaN or both infinities give NaN, one infinity gives this infinity, and zeros give +0.0.
+    Differentiable, with the gradient of a sum.
 
     >>> values = torch.tensor([1e17, 1.0, -1e17, 2.0**-40], dtype=torch.float64)
     >>> order_free_sum(values, (0,)) - 1.0 == order_free_sum(values.flip(0), (0,)) - 1.0 == 2.0**-40

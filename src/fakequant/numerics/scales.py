@@ -112,7 +112,7 @@ class ScaleSpec:
     def _check(self) -> None:
         fmt, rounding, granularity, named = self.format, self.rounding, self.granularity, self.format or "float32"
         if isinstance(fmt, TableFormat):
-            raise SpecError(f"{fmt} is no format for {self.word}s; use a float or an integer")
+            raise SpecError(f"{fmt} is not a format for {self.word}s; use a float or an integer")
         if granularity is not None and not isinstance(granularity, Granularity):
             raise SpecError(f"granularity must be a Granularity such as PerTensor(), got {granularity!r}")
         if (kinds := self._roundings()) and rounding not in kinds:
@@ -325,7 +325,7 @@ class ScaleSpec:
         """The scales code * d, where code and d are exactly numbers of their formats; 0 where the extent is 0.
 
         The group with the farthest extent gets the farthest code, as far as d is rounded. A code or a d of 0 becomes
-        the smallest one with the sign of its extent; no product is beyond the limit.
+        the smallest number with the sign of its extent; no product is beyond the limit.
         """
         assert self.format is not None, "float32 scales are not rounded"
         if self.granularity is None:
@@ -367,7 +367,7 @@ class ScaleSpec:
         return join_scales(stored, self.format, self.granularity)
 
     def bits(self, groups: Shape) -> int:
-        """The size in bits of all scales, with the shared ones."""
+        """The size in bits of all scales, shared scales included."""
         own = math.prod(groups) * (32 if self.format is None else self.format.bits)
         if self.granularity is None:
             return own

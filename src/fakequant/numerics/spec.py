@@ -175,13 +175,13 @@ class QuantSpec:
         if scale.rounding is ScaleRounding.HALF_RANGE and not self.format.signed:
             raise SpecError(f"{scale} is for signed formats; leave half_range out for {self.format}")
         if self.arithmetic.has_two_scales and not self.format.has_zero_point:
-            raise SpecError(f"{self.arithmetic} is for integer formats such as int8_narrow, and {self.format} is none")
+            raise SpecError(f"{self.arithmetic} is for integers such as int8_narrow, but {self.format} is not one")
         if self.offset is not None and not isinstance(self.offset, OffsetSpec):
             raise SpecError(f"offset must be an OffsetSpec such as OffsetSpec('float16'), got {self.offset!r}")
         if self.offset is not None and (self.symmetric or not self.format.has_zero_point or self.format.signed):
             raise SpecError(
-                f"an offset takes the place of a zero point, for codes from 0 on: {self.format} with symmetric="
-                f"{self.symmetric} has none; use an unsigned integer such as uint4, or leave the offset out"
+                f"an offset needs symmetric=False and codes that begin at 0, got {self.format} with symmetric="
+                f"{self.symmetric}; use an unsigned integer such as uint4, or leave the offset out"
             )
         if self.symmetric:
             return
@@ -357,7 +357,7 @@ _MOST_PARSED = 1024  # of about 1 kB each
 
 def _parse(text: str) -> QuantSpec:
     if not text.strip():
-        raise SpecError("an empty text is no specification; give a format at least, such as 'int8'")
+        raise SpecError("an empty text is not a specification; give a format at least, such as 'int8'")
     format_name, *words = text.split()
     options: dict[str, Any] = {}
     for position, word in enumerate(words):

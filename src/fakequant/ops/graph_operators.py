@@ -465,7 +465,7 @@ class _AsNode(torch.autograd.Function):
 
 
 def name_of_choice(device: torch.device, dtype: torch.dtype, text: str) -> str:
-    """The name of the backend that serves such plain tensors for a specification `text`; a constant in a trace."""
+    """The name of the backend that serves plain tensors of a device and dtype, for a specification `text`."""
     with _disable_current_modes():
         return choose(torch.empty(0, dtype=dtype, device=device), QuantSpec.parse(text)).name
 
@@ -497,7 +497,7 @@ _nodes: dict[Any, _Node] = {}
 
 
 def _node_of(x_kind: tuple[Any, ...], scale: Tensor | None, zero_point: Tensor | None, text: str, name: str) -> _Node:
-    """The cached `_Node` for such tensors; `x_kind` is the dtype, device, shape and compiled strides of x."""
+    """The cached `_Node` for tensors of one kind; `x_kind` is the dtype, device, shape and compiled strides of x."""
     of_scale = None if scale is None else (scale.dtype, scale.device, scale.shape, scale.is_contiguous())
     of_zero_point = None
     if zero_point is not None:

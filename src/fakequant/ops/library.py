@@ -202,7 +202,7 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None
 
 
 def _with_extras(plan: KernelPlan, range: Range | None, seed: Tensor | None) -> KernelPlan:
-    """The plan for one call with a range or a seed; without a seed, stochastic rounding gets a new one."""
+    """The plan for one call with a range or a seed; without a seed, a new one is drawn for stochastic rounding."""
     if plan.spec.rounding is Rounding.STOCHASTIC and seed is None:
         seed = draw_seed()
     if range is not None:

@@ -306,7 +306,7 @@ class PackedWeight:
     """Codes of a weight, int8 [out, in / groups, ...], with cached layouts for each way to convolve.
 
     Args:
-        codes: signed, without a zero point.
+        codes: signed codes without a zero point.
         places: stride, padding and dilation as lists, and groups.
     """
 
@@ -378,7 +378,7 @@ def convolution(x: QuantizedOperand, weight: PackedWeight, scale: Tensor, bias: 
         x: int8 or uint8 [n, in, ...]; scale and zero point per tensor.
         weight: the other factor.
         scale: the scale of the weight, [out] or [1], other axes kept or not.
-        bias: [out].
+        bias: the bias [out], or None.
     """
     if (sizes := _sizes(x.codes, weight)) is None:  # torch says what is wrong
         return products.convolution(x, QuantizedOperand(weight.codes, scale), bias, weight.places)

@@ -382,7 +382,7 @@ def reason(ladder: SearchOrder, metric: NamedMetric | None, target: str | None) 
 
 
 def speed(target: str | None) -> str:
-    """A sentence that says that the speed was not measured, and what is known of the target."""
+    """A sentence that says that the speed was not measured, and repeats the known facts on the target's speed."""
     if target is None:
         return "Speed: not measured, for no target was given."
     engine = find_engine(target)

@@ -1,4 +1,4 @@
-"""A format for each layer under a budget: what each choice costs in the output, and the best mix for every size."""
+"""A format for each layer under a budget: the cost of each choice in the output, and the best mix for every size."""
 
 from __future__ import annotations
 

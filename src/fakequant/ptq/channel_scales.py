@@ -209,7 +209,9 @@ def fold_scales(
         forms = _forms(groups, outputs)
         for group in groups:
             if group.maker not in forms:
-                notes |= dict.fromkeys(group.layers, f"{makers[group.maker]}: its output is no multiple of its weight")
+                notes |= dict.fromkeys(
+                    group.layers, f"{makers[group.maker]}: its output is not a multiple of its weight"
+                )
         fitting = [group for group in groups if group.maker in forms]
 
         def put(folded: Sequence[_Group]) -> None:
@@ -356,7 +358,7 @@ class Equalization:
         before: the error of the quantized model's output without new scales, as a share of the output's energy; for
             several outputs the mean share.
         after: the same error with new scales.
-        pairs: what happened to each pair.
+        pairs: a row for each pair: its new scales, or the reason why it stays.
     """
 
     before: float
@@ -385,8 +387,8 @@ def equalize(
 
     The layer before divides a channel by a factor, and the layers after it multiply the channel by the same factor. So
     the output stays the same up to rounding, which a run with the batch checks. Layers are linear layers and
-    convolutions, depthwise ones too, but no transposed ones. Between them are functions that keep scales, such as ReLU
-    and pools. One run finds the pairs, by the identity of tensors.
+    convolutions, also depthwise, but not transposed convolutions. Between them are functions that keep scales, such as
+    ReLU and pools. One run finds the pairs, by the identity of tensors.
 
     A copy of the model is quantized before and after. If the copy's output does not come closer to the float model's,
     the model is not changed. Equalizing helps where one scale serves a whole weight, or a whole activation.

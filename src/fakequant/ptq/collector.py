@@ -59,7 +59,7 @@ class InputChoice(NamedTuple):
     """The transform and range that were chosen for an input, which one or several layers read.
 
     Attributes:
-        transform: None where no transform was chosen.
+        transform: the chosen transform, or None.
         params: the new scales of the quantizer; None if they stay.
         left: the share of the error of the layers' outputs that is left after each step.
     """
@@ -94,7 +94,7 @@ class ChosenLayersFolder:
 
     Args:
         folder: the folder; None stores nothing.
-        run: what the run depends on, as texts by name. A folder of another run is refused.
+        run: the things on which the run depends, as texts by name. A folder of another run is refused.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, run: Mapping[str, str]) -> None:
@@ -168,8 +168,7 @@ class ChosenLayersFolder:
             other = [what for what in other if what != _OUTPUT] or other  # the output follows from the other entries
             changed = " and ".join(f"another {what}" for what in other)
             raise CheckpointError(
-                f"{path.parent} holds a run of improve with {changed}; continue with what it had, or give "
-                "another folder"
+                f"{path.parent} holds a run of improve with {changed}; use the same as that run, or give another folder"
             )
         return found
 

@@ -208,7 +208,7 @@ USUAL_WAYS = Ways()
 
 
 def presets_for(target: str | None) -> Sequence[str]:
-    """The presets that `compare` tries by default: those of the target, or those of `USUAL_WAYS` without a target.
+    """The presets that `compare` tries by default: those of the target; without a target, the usual presets.
 
     >>> presets_for("qnn")
     ['INT8_AFFINE']

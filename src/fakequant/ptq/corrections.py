@@ -28,7 +28,7 @@ def reestimate_batch_norm(
     """Set the statistics of all batch normalisations to those of the quantized model.
 
     The statistics are the mean and the unbiased variance over all positions of all batches together, not a mean over
-    batches. Each normalisation is set before later ones run, so that their inputs are computed with final statistics.
+    batches. Each normalisation is set before later layers run, so that their inputs are computed with final statistics.
 
     Args:
         model: a prepared and calibrated model whose normalisations are not merged into convolutions.

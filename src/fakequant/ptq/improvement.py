@@ -96,8 +96,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
             processes take the mean. A choice that lowers the metric is undone, also without batches that judge; where
             the metric stays, the error of the output decides. It should not use the data of the last evaluation.
         group: the processes of torch.distributed that choose together, each with its own batches, as for `calibrate`.
-            Inputs of all batches are summed, and all processes get the same weights. The first process chooses for
-            the inputs (`smooth`, `rotate`, `input`), by its own batches.
+            Inputs of all batches are summed, and all processes get the same weights. The first process chooses for the
+            inputs (`smooth`, `rotate`, `input`), by the batches of that process.
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
@@ -108,8 +108,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
         ConfigError: an unknown step, a model without quantized weights, or a folder with several processes, or with
             batches of more than tensors, arrays, numbers and texts in lists, tuples, mappings and dataclasses; or a
             metric that is NaN, or gives no number.
-        CalibrationError: an input that holds NaN or inf in a batch that chooses (names the layer), inputs that are not
-            calibrated, or a batch on which the model fails.
+        CalibrationError: NaN or inf in an input of a batch that chooses (the layer is named), inputs without
+            calibration, or a batch on which the model fails.
         CheckpointError: the folder holds a run with another model, other batches, steps or masks, or a damaged file.
             Attributes of the model, `inputs` and `forward` are compared by the output of the first batch.
 
@@ -128,7 +128,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     processes = Ranks(processes_of(model, group))
     with processes:  # an error of one process is raised in all
         if processes.group is not None and checkpoint is not None:
-            raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
+            raise ConfigError("checkpoint= is for a single process; leave checkpoint= out, or give group=False")
         weights, chosen_steps = calibrated_weights(model, "improve"), checked_steps(steps)
         check_same(
             processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"

@@ -61,7 +61,7 @@ def helps(before: Tensor, after: Tensor, sure: float) -> bool:
 
 
 class _Measured(NamedTuple):
-    """What a judge measures of a model.
+    """The measurements of a model by a judge.
 
     Attributes:
         distance: how far the model's output is from the float model's; None if it cannot be measured.
@@ -239,7 +239,7 @@ class Improvement:
         before: the error of the model's output on the batches that judge, as a share of its energy (for several outputs
             the mean share); None if it was not measured.
         after: the same error with the chosen values.
-        notes: what else was decided, as sentences.
+        notes: other decisions, as sentences.
         judged: on which batches the error of the model's output was measured, as text.
         is_judged: whether the values were chosen without those batches.
         worst: of several outputs the one with the largest error, as text.

@@ -271,7 +271,7 @@ Command = Callable[..., str]
 
 @dataclass(frozen=True)
 class AdviceContext:
-    """What a caller of `next_step` knows of a model.
+    """The facts about a model that a caller of `next_step` knows.
 
     Args:
         lost: the share of the float model's metric that the model lost; None without a metric.
@@ -316,7 +316,7 @@ def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USU
         batches: numbered from 0. Of the first eight every second one judges changes, and the others make them.
 
     Returns:
-        What was tried; None if the model returns no floats that could have an error.
+        The changes that were tried; None if the model returns no floats that could have an error.
 
     >>> from fakequant.data.batches import Batches
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8")

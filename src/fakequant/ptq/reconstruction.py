@@ -143,7 +143,7 @@ _REGULARIZER = 10.0  # its weight, where the first loss counts as 1 for every va
 
 @dataclass(frozen=True)
 class Preset:
-    """What a block learns.
+    """The values that a block learns, and how.
 
     A learning rate is given as the distance that a value covers if all steps go in the same direction. Rates of steps
     by sign fall linearly to 0; rates of Adam are constant.
@@ -268,7 +268,7 @@ class _AtOneRate(NamedTuple):
 
 
 class _Learning:
-    """The tensors that a block learns, and its loss as a function of them."""
+    """The tensors that a block learns, and the loss that they give."""
 
     def __init__(
         self,
@@ -407,9 +407,9 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
-        The error of the model's output before and after, and the errors of the blocks. What was learned is undone where
-            the error on the batches that judge does not fall, as by `improve`. Weights with other readers stay as they
-            are; a line names them.
+        The error of the model's output before and after, and the errors of the blocks. Learned values are undone if the
+        error on the batches that judge does not fall, as by `improve`. Weights with other readers stay as they are; a
+        line names them.
 
     Raises:
         ConfigError: an unknown preset or block, blocks inside of others, or a model without quantized weights.

@@ -224,7 +224,7 @@ class CallOrder:
     """By number of a batch, the outputs of the first batches, for `check_side_by_side`."""
 
     def of(self, layers: Container[str]) -> CallOrder:
-        """A CallOrder of these layers alone."""
+        """A CallOrder that contains only these layers."""
         return replace(
             self,
             order=[name for name in self.order if name in layers],
@@ -326,7 +326,7 @@ class Stage(NamedTuple):
     Attributes:
         name: the name of the layer, a key of the `layers` of the stream.
         calls: by the number of the batch, the calls of the layer so far; the last one has not run yet.
-        is_first: whether this is the layer's first stage; a batch with another order of calls reaches a later one.
+        is_first: whether this is the layer's first stage; a batch with another order of calls reaches a later stage.
         added: by the number of the batch, the value to which the result of the layer is added.
     """
 
@@ -657,7 +657,7 @@ class FloatTwin:
 class with_data(AbstractContextManager[None]):
     """A context in which parameters have other values.
 
-    A class and no generator: an interrupt may end a generator after the context that restores the model.
+    It is a class because an interrupt may end a generator later than the context that restores the model.
 
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> with with_data({layer.weight: torch.full((1, 1), 3.0)}):

@@ -131,7 +131,7 @@ def kept_rows(file: Path, fingerprint: str, *, negated: bool = False) -> dict[Va
             return {}
     if lines[0].strip() != header:
         raise ConfigError(
-            f"{file} is no comparison of this model and these batches with this metric=, inputs= and forward=; give "
+            f"{file} is not a comparison of this model and these batches with this metric=, inputs= and forward=; give "
             "another path, or remove the file"
         )
     if not lines[-1].endswith("\n"):
@@ -441,7 +441,7 @@ class ChangeTrials:
         return Tried(what, code, after, size, score, helps=found, by_chance=by_chance)
 
     def _side(self, made: KeptBatches, outputs: OutputDistance) -> _Side:
-        """The _Side with the errors of the model before a change, calibrated by `ranges` with the batches `made`."""
+        """Calibrate the model by `ranges` with the batches `made`, and measure its errors before a change."""
         self._restore()
         before = self._restore
         if self._ranges is not None:

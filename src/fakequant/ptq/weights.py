@@ -19,7 +19,7 @@ from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.quantizer import Kind, Mode, quantizers
 from fakequant.text import listed, module_name
 
-COMPUTED = "forward computes the weight, several functions read it, or it is no parameter"
+COMPUTED = "forward computes the weight, several functions read it, or it is not a parameter"
 """The reason why the weight of a function is not among `prepared_weights`."""
 
 

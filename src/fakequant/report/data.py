@@ -74,7 +74,7 @@ def accuracy_cells(rows: Sequence[Accuracy]) -> list[tuple[str, str, str, str, s
 
 
 class Checked(NamedTuple):
-    """A compared quantizer or output: name, specification, number of elements, of differing ones, and other fault."""
+    """A compared quantizer or output: name, specification, numbers of elements and differing elements, other fault."""
 
     name: str
     spec: str
@@ -313,7 +313,7 @@ def from_json(text: str) -> ReportData:
     values = mapping_of(json.loads(text), "the file", lambda item, place: item)
     form = values.pop("fakequant_report", None)
     if form not in (1, _FORM):
-        raise UnexpectedValue("fakequant_report is another one")
+        raise UnexpectedValue("fakequant_report is of another version")
     if form != _FORM:
         try:
             rows, metric = values.get("curve") or [], values.pop("curve_metric", "")
@@ -347,10 +347,10 @@ def from_json(text: str) -> ReportData:
     for row in found.distributions:
         rises = all(map(math.isfinite, row.edges)) and len(row.edges) > 1 and row.edges[0] < row.edges[-1]
         if len(row.edges) != len(row.counts) + 1 or not rises or min(row.counts, default=-1) < 0:
-            raise UnexpectedValue(f"{row.name!r:.80} has edges and counts of no histogram")
+            raise UnexpectedValue(f"{row.name!r:.80} has edges and counts that are not a histogram")
     for row in found.channels:
         if len(row.lowest) != len(row.highest) or not all(map(math.isfinite, (*row.lowest, *row.highest))):
-            raise UnexpectedValue(f"{row.name!r:.80} has ends of channels that are no pairs of numbers")
+            raise UnexpectedValue(f"{row.name!r:.80} has ends of channels that are not pairs of numbers")
     return found
 
 

@@ -323,7 +323,7 @@ def render_pair(first: ReportData, second: ReportData) -> str:
 
 
 def _layers(first: Sequence[Layer], second: Sequence[Layer]) -> str:
-    """A table of all layers in both runs; a row has the ratios of the layer alone only if both runs measured them."""
+    """A table of all layers in both runs; ratios of a layer quantized alone are shown only if both runs have them."""
     if not first and not second:
         return ""
     own, other = ({layer.name: layer for layer in layers} for layers in (first, second))

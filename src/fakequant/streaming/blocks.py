@@ -180,7 +180,7 @@ def calls_of(model: nn.Module, blocks: Sequence[str], batches: KeptBatches, *, t
     for path, one, own in zip(blocks, found, recorder.found, strict=True):
         if not _same((one.args, one.kwargs), (own[first].args, own[first].kwargs)):
             raise ConfigError(
-                f"{path} gets more of an earlier block than the hidden states; improve the model in memory"
+                f"{path} gets another value of an earlier block than the hidden states; improve the model in memory"
             )
         for value in (*one.args, *one.kwargs.values()):
             _check_plain(path, value)

@@ -635,7 +635,7 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device={device!r} is no device, such as 'cuda': {error}") from error
+        raise ConfigError(f"device={device!r} is not a device, such as 'cuda': {error}") from error
 
 
 def _check_places(source: Any, out: Path, target: Path, work: Path, chosen: DeliveryFormat) -> None:

@@ -339,7 +339,7 @@ def test_a_model_that_is_no_language_model_is_refused_before_a_folder_is_made(pr
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"weight": "int4 per_block(-1:32)"}, r"q_proj\): no type of GGUF is int4 per_block\(-1:32\); "),
+        ({"weight": "int4 per_block(-1:32)"}, r"q_proj\): GGUF has no type for int4 per_block\(-1:32\); "),
         (
             {"weight": "int8 per_block(-1:32) scale=float16", "input": "int8"},
             r"q_proj\): its input is int8 per_tensor, and llama.cpp computes",

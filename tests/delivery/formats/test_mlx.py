@@ -382,7 +382,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a header of another layout": (header('{"0": "int8 per_block(-1:64)"}'), "of 0, the header says int8"),
     "a header of no specification": (header('{"0": "int4 per_moon"}'), "of 0, the header has no specification"),
     "a header of a list": (header("[]"), "of 0, the header has no specification"),
-    "a header that is no JSON": (header("{"), "of 0, the header has no specification"),
+    "a header that is not JSON": (header("{"), "of 0, the header has no specification"),
     "a header without offsets": (
         header('{"0": "int4 per_block(-1:64)"}'),
         r"of 0, (biases are not scales \* -8|scales are negative)",

@@ -97,7 +97,7 @@ HUGE = struct.pack("<Q", 2**63 - 1)
         (struct.pack("<IQ", 8, 3), struct.pack("<I", 8) + HUGE, "too short for 9223372036854775807 texts"),
         (struct.pack("<IQ", 6, 2), struct.pack("<I", 6) + HUGE, "ends early"),
         (struct.pack("<IQ", 8, 3), struct.pack("<IQ", 9, 3), "array of type 9"),
-        ("ä".encode(), b"\xff\xff", "no UTF-8"),
+        ("ä".encode(), b"\xff\xff", "not UTF-8"),
         (struct.pack("<IQQI", 2, 3, 2, 0), struct.pack("<IQQI", 2, 3, 2, 77), "of type 77"),
         (struct.pack("<IQQI", 2, 3, 2, 0), struct.pack("<IQQI", 2, 2**62, 2**62, 0), "ends within a.weight"),
         (struct.pack("<IQQI", 2, 3, 2, 0), struct.pack("<IQQI", 2, 0, 2, 0), r"of shape \[2, 0\]"),

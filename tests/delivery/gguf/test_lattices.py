@@ -120,7 +120,7 @@ def test_the_type_of_a_specification(text, kind):
     ],
 )
 def test_other_lattices_are_refused(text):
-    with pytest.raises(ShapeError, match="no type of GGUF is "):
+    with pytest.raises(ShapeError, match="GGUF has no type for "):
         kind_of(fq.QuantSpec.parse(text), SHAPE)
 
 

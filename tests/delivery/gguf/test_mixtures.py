@@ -178,7 +178,7 @@ def test_a_weight_that_llama_cpp_cannot_have_is_named_and_no_layer_is_changed():
     model = fq.prepare(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8)), "gguf_q8_0", skip=[], rules={"1": "int8"})
     fq.calibrate(model, [torch.randn(4, 32)], progress=False)
     before = model(torch.ones(1, 32))
-    message = r"llama.cpp cannot have 1\.weight: no type of GGUF is int8 per_channel"
+    message = r"llama.cpp cannot store 1\.weight: GGUF has no type for int8 per_channel"
     with pytest.raises(ExportError, match=message):
         llama_cpp_inputs(model)
     assert torch.equal(model(torch.ones(1, 32)), before)

@@ -141,7 +141,7 @@ def refused_by_improve(rank: int, own: list[Tensor], folder: Path) -> None:
     model = fq.prepare(net(), "int4_weight_only")
     before = [p.clone() for p in model.parameters()]
     world = dist.group.WORLD
-    with pytest.raises(ConfigError, match=r"several processes keep nothing in a folder; leave out checkpoint="):
+    with pytest.raises(ConfigError, match=r"checkpoint= is for a single process; leave checkpoint= out"):
         fq.ptq.improve(model, own, group=world, checkpoint=folder / "improve")
     early: tuple[tuple[Any, Any, str, str], ...] = (
         ([], "fast", "improve needs batches, and got none", "the process of rank 1 failed, .*improve needs batches"),

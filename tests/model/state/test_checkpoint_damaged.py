@@ -54,7 +54,7 @@ WEIGHT = (*HEAD, "quantizers", "_weight_quantizer")
     ("change", "message"),
     [
         (_set("fakequant", 2), "checkpoint of version 2, written by a later version .*: update fakequant"),
-        (_set("fakequant", True), "is no checkpoint of version 1"),
+        (_set("fakequant", True), "is not a checkpoint of version 1"),
         (_set(*HEAD, "execution", "warp"), r"layers\.head\.execution is 'warp', which is none of simulate, auto"),
         (_set(*WEIGHT, "mode", "dream"), r"_weight_quantizer\.mode is 'dream', which is none of off, observe"),
         (_set(*WEIGHT, "mode", ["off"]), r"mode is \['off'\], which is none of"),
@@ -62,7 +62,7 @@ WEIGHT = (*HEAD, "quantizers", "_weight_quantizer")
         (_set(*WEIGHT, "tensor", None), r"tensor is None, not a text"),
         (_set(*WEIGHT, "learned", {"method": "lsq"}), r"learned lacks options"),
         (_set(*WEIGHT, "learned", "options", {"gradient_factor": "no"}), r"gradient_factor is 'no', not a bool"),
-        (_set(*WEIGHT, "learned", "options", {"method": 1}), r"options has method, which is no option"),
+        (_set(*WEIGHT, "learned", "options", {"method": 1}), r"options has method, which is not an option"),
         (_set(*WEIGHT, "learned", "method", "sgd"), "unknown method 'sgd'"),
         (_set(*WEIGHT, "learned", None), r"head\._weight_quantizer cannot be used: it holds lsq\.step"),
         (_set(*HEAD, "type", 3), r"layers\.head\.type is 3, not a text"),
@@ -70,7 +70,7 @@ WEIGHT = (*HEAD, "quantizers", "_weight_quantizer")
          "layer head has quantizers _other_quantizer, but a Linear has _input_quantizer, _weight_quantizer"),
         (_set(*HEAD, []), r"layers\.head is \[\], not an object"),
         (lambda manifest: manifest.pop("layers"), "it lacks layers"),
-        (lambda manifest: manifest.clear() or manifest.update(model="other"), "is no checkpoint of version 1"),
+        (lambda manifest: manifest.clear() or manifest.update(model="other"), "is not a checkpoint of version 1"),
         (_set("layers", ["stem"]), r"layers is \['stem'\], not an object"),
         (_set("shared", {"head.weight": "stem.weight"}),
          r"is damaged: it lists head\.weight as shared with stem\.weight, and also stores it as a tensor of its own"),
@@ -92,7 +92,7 @@ def test_a_manifest_with_one_odd_value(folder, change, message: str) -> None:
 @pytest.mark.parametrize("content", ["[" * 200_000, "[]", "null", '{"fakequant": 1e999}', "{" * 100_000, "\ufeff{}"])
 def test_a_manifest_that_is_none(folder, content: str) -> None:
     (folder / "fakequant.json").write_text(content, encoding="utf-8")
-    assert_refused(folder, r"fakequant\.json (is damaged|is no checkpoint)")
+    assert_refused(folder, r"fakequant\.json (is damaged|is not a checkpoint)")
 
 
 def scale_of(name: str, value: Any):
@@ -250,7 +250,7 @@ def test_a_manifest_that_never_ends_is_refused(device: bool, tmp_path: Path) -> 
         (tmp_path / "fakequant.json").symlink_to("/dev/zero")
     else:
         os.mkfifo(tmp_path / "fakequant.json")
-    with pytest.raises(CheckpointError, match="it is no regular file"):
+    with pytest.raises(CheckpointError, match="it is not a regular file"):
         load(nn.Sequential(nn.Linear(4, 4)), tmp_path)
 
 

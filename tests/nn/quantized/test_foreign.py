@@ -287,7 +287,7 @@ def test_a_name_may_be_registered_before_its_module_is_there() -> None:
         fq.calibrate(fq.prepare(layer, "int8"), [data(2, 4)], "max")
         assert layer(data(2, 4)).shape == (2, 3)
         assert isinstance(layer, QuantLater)
-        with pytest.raises(ConfigError, match=r"\.Later already becomes QuantLater"):
+        with pytest.raises(ConfigError, match=r"\.Later already has the quantized class QuantLater"):
             quantizes(f"{__name__}.Later")(QuantLater)
     finally:
         del _named_layers[f"{__name__}.Later"]

@@ -111,7 +111,7 @@ def test_registration_needs_a_subclass() -> None:
 
     with pytest.raises(ConfigError, match="NotLinear must be a subclass of Linear"):
         quantizes(nn.Linear)(NotLinear)
-    with pytest.raises(ConfigError, match="Linear already becomes QuantLinear"):
+    with pytest.raises(ConfigError, match="Linear already has the quantized class QuantLinear"):
         quantizes(nn.Linear)(type("Other", (QuantizedLayer, nn.Linear), {}))
 
 

@@ -180,7 +180,7 @@ def test_what_is_written_in_the_middle_has_the_scales_of_now(spec: str, tmp_path
 
 
 def test_quantizers_without_codes_or_scales_are_refused() -> None:
-    with pytest.raises(ConfigError, match="has no codes that could stay"):
+    with pytest.raises(ConfigError, match="has no fixed codes"):
         fq.nn.Quantizer("int4 per_channel(0)", kind=fq.nn.Kind.WEIGHT).keep_codes()
     model = fq.prepare(
         nn.Sequential(nn.Linear(4, 4)), fq.Config("t", (fq.Rule(input=fq.TensorConfig("int8", dynamic=True)),))

@@ -186,7 +186,7 @@ def parts_of_other_types(rank: int, folder: Path) -> None:
             if as_scaled:
                 model[1].register_forward_pre_hook(lambda _, given: (given[0] + 0.0).as_subclass(Scaled))
             config = fq.Config("add", (replace(given.rules[0], layers=("Add",)),))
-            with pytest.raises(ConfigError, match=r"1\.add\._\w+_quantizer: each process has another part"):
+            with pytest.raises(ConfigError, match=r"1\.add\._\w+_quantizer: parallelize_module split the layers"):
                 shared_out(model, config, x, mesh, plan)(x)
 
 
@@ -203,19 +203,19 @@ def plain_parts(rank: int, folder: Path) -> None:
     nvfp4 = "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor"
     for spec, dynamic in (("int8", True), ("int8 per_token", True), (nvfp4, True), ("int8 per_channel(-1)", False)):
         with pytest.raises(
-            ConfigError, match=r"middle\.add\._\w+_quantizer: each process has another part .* \[16, 48\]"
+            ConfigError, match=r"middle\.add\._\w+_quantizer: parallelize_module split the layers .* \[16, 48\]"
         ):
             shared_out(Net(middle=Doubled()), config(spec, dynamic=dynamic), x, mesh)(x)
     model = shared_out(Net(middle=Doubled()), config("int8"), x, mesh)
     fq.qat.set_scales(model, LEARNED)
-    with pytest.raises(ConfigError, match="each process has another part"):
+    with pytest.raises(ConfigError, match="each process has a part"):
         model(x)
     # Zeros are equal by chance, and the same tensor in both processes is quantized as in one.
     model = fq.prepare(
         parallelize_module(Net(middle=Doubled()), mesh, {"up": ColwiseParallel()}), config("int8", dynamic=True)
     )
     model.middle(torch.zeros(2, 2))
-    with pytest.raises(ConfigError, match="each process has another part"):
+    with pytest.raises(ConfigError, match="each process has a part"):
         model.middle(x + rank)
     same = fq.prepare(Net(middle=Doubled()), config("int8", dynamic=True))
     assert_same_bits(model.middle(x), same.middle(x))
@@ -250,7 +250,7 @@ def other_orders(rank: int, folder: Path) -> None:
     # The quantizers of what comes behind such a layer know of it, too.
     late = fq.prepare(Net(middle=Doubled()), fq.Config("a", (fq.Rule(input=fq.TensorConfig("int8", dynamic=True)),)))
     parallelize_module(late, mesh, {"up": ColwiseParallel()})
-    with pytest.raises(ConfigError, match=r"middle\.add\._\w+_quantizer: each process has another part"):
+    with pytest.raises(ConfigError, match=r"middle\.add\._\w+_quantizer: parallelize_module split the layers"):
         late(x)
     path = fq.save(alone(Net(), "int8", x), folder / f"alone{rank}")
     model = fq.load(parallelize_module(Net(), mesh, {name: style() for name, style in PLAN.items()}), path)

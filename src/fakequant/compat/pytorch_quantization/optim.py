@@ -17,7 +17,7 @@ __all__ = ["freeze_parameters", "group_parameters", "match_parameters", "quant_w
 
 
 def match_parameters(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Parameter]:
-    """Yield each parameter whose name contains a regular expression, once for every such expression.
+    """Yield each parameter whose name contains one of the regular expressions, once for each that it contains.
 
     >>> [p.shape for p in match_parameters(nn.Linear(3, 2), ["bias"])]
     [torch.Size([2])]

@@ -77,7 +77,7 @@ def initialize(
     float_module_list: Iterable[str] | None = None,
     custom_quant_modules: Iterable[tuple[Any, str, Any]] | None = None,
 ) -> None:
-    """Replace layer classes of torch.nn by quantized ones, such as `torch.nn.Linear` by `QuantLinear`.
+    """Replace layer classes of torch.nn by quantized classes, such as `torch.nn.Linear` by `QuantLinear`.
 
     Convolutions, transposed convolutions, linear layers, LSTMs, average and adaptive average pooling are replaced.
     Existing layers, and names that were imported from torch.nn before, do not change.

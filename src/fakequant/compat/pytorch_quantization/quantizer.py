@@ -416,7 +416,7 @@ class TensorQuantizer(PreciseModule):
             TypeError: a float format, whose steps differ.
         """
         if not isinstance(self._num_bits, int):
-            raise TypeError(f"num_bits={self._num_bits} is a float format, whose codes have no one step size")
+            raise TypeError(f"num_bits={self._num_bits} is a float format, whose codes have no single step size")
         if self.amax is None:
             logger.error("amax is that of every tensor, so there is no one step_size")
             return None

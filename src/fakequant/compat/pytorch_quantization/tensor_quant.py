@@ -351,7 +351,7 @@ class ScaledQuantDescriptor:
     __hash__ = None  # pyright: ignore[reportAssignmentType] # equal by value
 
     def dict(self) -> dict[str, Any]:
-        """num_bits, name and all fields with other than default values, as arguments of the constructor."""
+        """num_bits, name and all fields that differ from their defaults, as arguments of the constructor."""
         values = {"num_bits": self._num_bits, "name": self._name}
         for key, default in _DEFAULTS.items():
             value = getattr(self, f"_{key}")

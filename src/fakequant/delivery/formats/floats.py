@@ -125,13 +125,13 @@ class BitsAndBytes(LayeredFormat):
         key, (rows, columns), format = f"{_STATE}nf4", module.shape, _NF4.format
         length = module.tensors[f"{module.base}.{key}"].numel()
         if length > _LARGEST:
-            module.refuse(f"{key} has {length} bytes, which are no description of a weight")
+            module.refuse(f"{key} has {length} bytes, which are not a description of a weight")
         try:
             state = json.loads(bytes(module.get(key, torch.uint8, (length,))().tolist()))
         except (ValueError, RecursionError) as error:
-            module.refuse(f"{key} is no JSON: {error}")
+            module.refuse(f"{key} is not JSON: {error}")
         if not isinstance(state, dict):
-            module.refuse(f"{key} is no object of JSON")
+            module.refuse(f"{key} is not an object of JSON")
         size, values = _number(module, state, "blocksize"), rows * columns
         if state.get("shape") != [rows, columns]:
             module.refuse(f"codes are of a weight of shape {state.get('shape')!r:.80}, not {[*module.shape]}")

@@ -294,7 +294,7 @@ def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> dict[str, S
         wanted = change(x)
         if not torch.equal((found := wanted.to(dtype)).to(wanted.dtype), wanted):
             raise ExportError(
-                f"mlx cannot hold {part.weight}: its scales and biases are no numbers of {dtype}, the dtype of the "
+                f"mlx cannot hold {part.weight}: its scales and biases are not numbers of {dtype}, the dtype of the "
                 f"model; prepare the model with scale={str(dtype).removeprefix('torch.')}"
             )
         return found

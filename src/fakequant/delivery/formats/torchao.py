@@ -164,7 +164,7 @@ class TorchAo(LayeredFormat):
             point = module.get("_weight_zero_point", [torch.int8, torch.int32, torch.int64, *FLOATS], *shapes)
             values = point()
             if not bool((values == values.round()).all()):
-                module.refuse("zero points are no whole numbers, which this reader does not know")
+                module.refuse("zero points are not whole numbers, which this reader does not know")
             point = point if bool(values.any()) else None
         spec = QuantSpec(target, granularity, symmetric=point is None, scale=FLOATS[scale().dtype])
         return CodedWeight(spec, codes, scale, point)
@@ -202,7 +202,7 @@ def _class_of(spec: QuantSpec, shape: Sequence[int]) -> str:
     if not spec.arithmetic.is_linear or spec.offset is not None:
         return "files multiply codes by scales, without offsets in units of x"
     if len(shape) != 2 or any(size % by for size, by in zip(shape, block, strict=True)):
-        return f"groups must divide the weight, but its shape {list(shape)} is no multiple of {list(block)}"
+        return f"groups must divide the weight, but its shape {list(shape)} is not a multiple of {list(block)}"
     if spec.format == NVFP4_SPEC.format and block == (1, 16) and spec.scale == NVFP4_SPEC.scale:
         return NVFP4
     if not (block[0] == 1 or (whole and block[1] >= shape[1])):

@@ -443,7 +443,7 @@ def llama_cpp_inputs(model: Model) -> Model:
             shape = tuple(getattr(layer, slot.operand.weight).shape)
             found.append((slot, layer, inputs_for(*in_rows(quantizer.spec, shape, slot.operand))))
         except ShapeError as error:
-            raise ExportError(f"llama.cpp cannot have {name}: {error}") from error
+            raise ExportError(f"llama.cpp cannot store {name}: {error}") from error
     with restore_on_error(structure_of([model])):
         for slot, layer, config in found:
             own = getattr(layer, slot.input)

@@ -123,7 +123,7 @@ class ScalesAndMinima(NamedTuple):
         return 12
 
     def write(self, raw: Array, numbers: Numbers) -> None:
-        """Fill the bytes [blocks, size]; the first four scales and minima also have high bits of the rest."""
+        """Fill the bytes [blocks, size]; bytes of the first four scales and minima also hold high bits of the rest."""
         scales, minima = numbers["scales"], numbers["minima"]
         first, last = (np.concatenate([scales[:, four], minima[:, four]], 1) for four in (_FIRST, _LAST))
         raw[:, :8] = first | last >> 4 << 6
@@ -450,7 +450,7 @@ class GgufFile:
         entries = [reader.entry() for _ in range(tensors)]
         align = self.metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(align, int) or align <= 0 or align & (align - 1):
-            raise reader.damage(f"has an alignment of {align!r:.80}, which is no power of two")
+            raise reader.damage(f"has an alignment of {align!r:.80}, which is not a power of two")
         self._starts = {name: offset + reader.place + -reader.place % align for name, *_, offset in entries}
         self.tensors = {name: self._stored(reader, name, shape, kind) for name, shape, kind, _ in entries}
         if len(self.tensors) != tensors:
@@ -502,7 +502,7 @@ class _ValueReader:
     def begin(self) -> tuple[int, dict[str, Any]]:
         """The number of tensors, and the metadata."""
         if self._take(4).tobytes() != _MAGIC:
-            raise self.damage("is no GGUF file: it does not begin with GGUF")
+            raise self.damage("is not a GGUF file: it does not begin with GGUF")
         version = self._number("I")
         if version not in _VERSIONS:
             swapped = " (or its bytes are in the other order)" if version & 0xFFFF == 0 else ""
@@ -540,7 +540,7 @@ class _ValueReader:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            raise self.damage(f"has a text that is no UTF-8: {raw[:40]!r}") from error
+            raise self.damage(f"has a text that is not UTF-8: {raw[:40]!r}") from error
 
     def _number(self, kind: str) -> Any:
         return struct.unpack(f"<{kind}", self._take(struct.calcsize(f"<{kind}")).tobytes())[0]
@@ -590,7 +590,7 @@ def kind_of(spec: QuantSpec, shape: tuple[int, ...]) -> str:
     """The smallest type that holds weights of a specification and a shape; raises ShapeError if there is none."""
     found = [kind for kind in _SPECS if _holds(spec_of(kind), spec)]
     if not found:
-        raise ShapeError(f"no type of GGUF is {spec}")
+        raise ShapeError(f"GGUF has no type for {spec}")
     for kind in found:
         if shape[-1] % LAYOUTS[kind].weights == 0:
             return kind

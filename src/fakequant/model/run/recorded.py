@@ -100,7 +100,7 @@ class FunctionCall:
 
     @property
     def read(self) -> tuple[int, ...]:
-        """The inputs whose values the call uses: `zeros_like(x)` uses no values, `x.to(other)` only those of x."""
+        """The inputs whose values the call uses: `zeros_like(x)` uses no values, `x.to(other)` only values of x."""
         name = self.function.partition(" ")[0]
         if name.endswith("_like") or name.startswith("new_"):
             return ()
@@ -108,7 +108,7 @@ class FunctionCall:
 
     @property
     def is_product(self) -> bool:
-        """Whether the call computes a product; an `einsum` of one tensor is none."""
+        """Whether the call computes a product; an `einsum` of one tensor computes none."""
         return bool(self.factors)
 
     @property
@@ -127,7 +127,7 @@ class ModuleCall:
         first: the function calls within it are `calls[first:last]`.
         last: see `first`.
         end: the calls of modules within it are `modules[number + 1 : end]`, where `number` is its place in `modules`.
-        output: the value of its result after its hooks; None if the result is no tensor.
+        output: the value of its result after its hooks; None if the result is not a tensor.
         results: the values of all tensors of the result.
     """
 

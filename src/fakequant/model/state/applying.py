@@ -136,8 +136,8 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
                         again: Any = as_integers(quantize(tensor, spec, scale=scale, zero_point=zero_point)[0])
                     if not torch.equal(again.to_local(), cast("Any", codes).to_local()):  # the part of this process
                         raise CheckpointError(
-                            f"quantizing the weight of {path} gives other codes than the checkpoint holds, and layers "
-                            "that parallelize_module splits quantize weights anew; leave them out of parallelize_plan"
+                            f"quantizing the weight of {path} gives other codes than the checkpoint, and a layer that "
+                            "parallelize_module splits quantizes its weight anew; leave it out of parallelize_plan"
                         )
                 elif not weight.has_fixed_codes:
                     raise CheckpointError(

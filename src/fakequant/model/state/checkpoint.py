@@ -180,7 +180,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"reads version {VERSION}: update fakequant"
         )
     if type(version) is not int or version != VERSION:
-        raise CheckpointError(f"{path} is no checkpoint of version {VERSION}")
+        raise CheckpointError(f"{path} is not a checkpoint of version {VERSION}")
     if missing := [key for key in ("tensors", "shared", "layers") if key not in values]:
         raise CheckpointError(f"{path} is damaged: it lacks {', '.join(missing)}")
     manifest = read_plan(values, Manifest, path)
@@ -281,7 +281,7 @@ def _of_bytes(rule: ScaleSpec, stored: Tensor | None, groups: tuple[int, ...], s
 
 def _viewed(stored: Tensor, kind: torch.dtype) -> Tensor:
     if stored.shape[-1] % kind.itemsize:
-        raise _BadCodes(f"have {stored.shape[-1]} bytes of scales, which are no numbers of {kind}")
+        raise _BadCodes(f"have {stored.shape[-1]} bytes of scales, which are not numbers of {kind}")
     return stored.view(kind)
 
 
@@ -411,17 +411,17 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
     buffers) named by its content. The JSON is replaced last and in one step: an interrupted run leaves either the old
     model or the new model. The tensors of the old model stay until the next save, for processes that read them now;
     other files in the folder are not changed. Several processes may save to one folder at once (the last model stays),
-    but one is enough: let only one of data-parallel ranks save. If weights are sharded over processes, all these
+    but one is enough: with data-parallel ranks, let only one save. If weights are sharded over processes, all these
     processes must call `save`, which gathers the weights; an error of one process is raised in all. Tensors are written
     one after the other, without a second copy of the model.
 
     Args:
         model: a prepared model.
         directory: the folder.
-        packed: whether to store quantized weights as codes, two 4-bit codes in a byte: the sizes that `summary` gives.
-            `load` sets the weights to the values of the codes, so that the model computes the same bits; the float
-            weights are lost, and with them a good start for more training. Weights without scales get the scales of
-            their next call, but only in the file. One warning names the weights that stay in float.
+        packed: whether to store quantized weights as codes, such as two 4-bit codes in a byte, in the sizes that
+            `summary` gives. `load` sets the weights to the values of the codes, so that the model computes the same
+            bits; the float weights are lost, and with them a good start for more training. Weights without scales get
+            the scales of their next call, but only in the file. One warning names the weights that stay in float.
         format: the format of the files: "fakequant", or a format of `register_codec`.
 
     Raises:

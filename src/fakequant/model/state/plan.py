@@ -309,7 +309,7 @@ def read_plan(values: Any, kind: type[P], source: object) -> P:
             options: Mapping[str, Any] = {} if held.learned is None else held.learned.options
             if reserved := options.keys() & {"method", "spec"}:
                 named = ", ".join(sorted(reserved))
-                raise UnexpectedValue(f"{place}.learned.options has {named}, which is no option")
+                raise UnexpectedValue(f"{place}.learned.options has {named}, which is not an option")
             made = held.make_learned()
             parameters = {} if made is None else inspect.signature(type(made)).parameters
             for name, value in options.items():

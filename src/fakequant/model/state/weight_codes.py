@@ -161,7 +161,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
         return quantizer.qparams(weight)
 
     def scaled(self, name: str) -> tuple[Tensor, Quantizer]:
-        """A weight, and a quantizer with its scales: the present one, or a new one with the next call's scales."""
+        """A weight and its quantizer; if the quantizer has no scales, a new quantizer with the next call's scales."""
         first, *_ = self._held[name].values()
         weight, quantizer = first.tensor, first.quantizer
         if self.dtype not in (None, weight.dtype):

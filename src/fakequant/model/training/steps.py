@@ -369,8 +369,8 @@ class Training:
             return value
         if not self._distances:
             raise ConfigError(
-                "there is a loss, but it was computed without a call in training mode of the model that the training "
-                "prepared; give Training the module that the loop calls"
+                "the loss was computed without a call of the prepared model in training mode; give Training the module "
+                "that the loop calls"
             )
         distance = torch.stack(self._distances).mean() * share
         self._forget()

@@ -56,7 +56,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
     """MultiheadAttention with quantized inputs, weights, factors of both products, and input of the output projection.
 
     Inputs are quantized before their projections. A tensor that is passed as query and key, or as key and value, is
-    quantized once, by the first one's quantizer; calibration removes quantizers that no call uses. Query, key and
+    quantized once, by the quantizer of the first; calibration removes quantizers that no call uses. Query, key and
     value are quantized after their projections as [n, heads, length, head_dim], the query after scaling. Probabilities
     [n, heads, queries, keys] are quantized before dropout. Where a rule quantizes the output, the results of the input
     projections are quantized by its specification, too.

@@ -96,7 +96,7 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
         return input
 
     def begin(self, x: Tensor) -> None:
-        """Store the running variance for input x; if a checkpoint repeats the call for x, use the stored one."""
+        """Store the running variance for input x; if a checkpoint repeats the call for x, restore that variance."""
         assert self.running_var is not None
         self._replayed = None
         if torch._C._current_graph_task_id() >= 0:  # within a backward pass
@@ -151,7 +151,7 @@ class FoldedSyncBatchNorm(FoldedNorm, nn.SyncBatchNorm):
 
 
 class FoldedLayer(QuantizedLayer):
-    """Base of layers with a folded batch normalisation: weight and bias are the folded ones, as an engine has them.
+    """Base of layers with a folded batch normalisation: weight and bias are the folded tensors, as in an engine.
 
     They are used in eval mode, and in training if the normalisation is in eval mode. In training with batch statistics,
     the product with the folded weight is divided by the factor of its channel, and then normalised; the statistics are

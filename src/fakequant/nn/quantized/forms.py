@@ -166,7 +166,7 @@ def _peeled(cls: type[nn.Module]) -> tuple[type[nn.Module], list[type[nn.Module]
 
 
 def _wrapped(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The class that torch wrapped in a generated class that computes the same; None for other classes.
+    """The class inside a generated class that computes the same; None for other classes.
 
     A parametrization makes a subclass. `fully_shard` and its relatives make a subclass with a mixin first, and work by
     hooks. They are recognized by their module, because importing torch.distributed takes long.

@@ -61,7 +61,7 @@ class GateProduct(MatrixProduct):
 
     @property
     def input_attribute(self) -> str:
-        """The layer's attribute of the quantizer of the rows."""
+        """The layer's attribute that holds the quantizer of the rows."""
         kind, suffix = self._ending[:2], self._ending[2:]
         return f"{suffix}_{'input' if kind == 'ih' else 'hidden'}_quantizer"
 
@@ -126,7 +126,7 @@ def is_exporting_loops() -> bool:
 
 
 def runs_backwards(path: str) -> bool:
-    """Whether a layer calls the quantizer at a path for its last step first, in the reverse direction.
+    """Whether the quantizer at a path is of a layer's reverse direction, which calls it for the last step first.
 
     >>> runs_backwards("rnn._l0_reverse_hidden_quantizer"), runs_backwards("rnn._l0_hidden_quantizer")
     (True, False)

@@ -97,7 +97,7 @@ class Format(ABC):
     def round_stochastically(self, v: Tensor, words: Tensor) -> Tensor:
         """One of the two neighbours of v, at random, the nearer more often; as if the format had no bounds.
 
-        The probabilities are multiples of 2**-31, within 2**-32 of the exact ones; the expected code is as close to v.
+        The probabilities are multiples of 2**-31, off by at most 2**-32; the expected code is as close to v.
 
         Args:
             words: a uniform 32-bit word for every element.
@@ -352,7 +352,7 @@ class TableFormat(Format):
         return torch.where(self._beyond(v), v, values[self._codes(v)])
 
     def neighbours(self, v: Tensor) -> Neighbours:
-        """The values below and above; beyond the ends there are none, and v itself is both."""
+        """The values below and above v; beyond the ends of the table both are v."""
         values = torch.tensor(self.values, dtype=torch.float64, device=v.device)
         exact = v.double()
         code = (torch.bucketize(exact, values, right=True) - 1).clamp(0, len(self.values) - 2)
@@ -621,7 +621,7 @@ class ExponentFormat(Format):
         return 0
 
     def round(self, v: Tensor) -> Tensor:
-        """The nearest power of two; a middle, which is 1.5 times a power, becomes the upper one."""
+        """The nearest power of two; a middle, which is 1.5 times a power, becomes the larger power."""
         below = power_of_two_below(v)
         return torch.where(v < below * 1.5, below, below * 2.0)
 

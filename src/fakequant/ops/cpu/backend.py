@@ -62,7 +62,7 @@ class CpuBackend(Backend):
     def unfit(self, x: Tensor) -> str | None:
         if x.device.type != "cpu":
             return f"the tensor is on {x.device}"
-        return None if type(x) in PLAIN else f"{type(x).__name__} is no plain tensor"
+        return None if type(x) in PLAIN else f"{type(x).__name__} is not a plain tensor"
 
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
         if reason := self.unfit(x):

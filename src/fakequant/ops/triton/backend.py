@@ -105,7 +105,7 @@ class TritonBackend(Backend):
         if x.device.type != self.device_type:
             return f"the tensor is on {x.device}"
         if type(x) not in PLAIN:
-            return f"{type(x).__name__} is no plain tensor"
+            return f"{type(x).__name__} is not a plain tensor"
         if x.is_cuda and (capability := torch.cuda.get_device_capability(x.device)) < _FIRST_CAPABILITY:
             return f"the kernels need a GPU of compute capability 8.0, {x.device} has {capability[0]}.{capability[1]}"
         return None

@@ -265,7 +265,7 @@ class Sweep:
 
     Attributes:
         across: whether a row of memory has one or a few elements of every group, so that rows are reduced with each
-            other; else a row is a run, which is reduced by itself.
+            other; else a row is a run, which is reduced to one value.
         rows: the number of rows of a block.
         width: the number of elements of a row in a block; a power of two.
         one_row, one_plane, wide: as in `Tiling`; the first two only if rows are runs.

@@ -72,7 +72,7 @@ class _Again:
             self.compiled = compiled  # which owns the function
 
     def start(self, *tensors: Tensor | None) -> bool:
-        """Launch the compiled kernel; False if such tensors need another one, or a profiler must see launches."""
+        """Launch the compiled kernel; False if these tensors need another kernel, or a profiler must see launches."""
         if self.compiled is None or not _divided(tensors) or self.device() != self.index:
             return False
         hook = knobs.runtime.launch_enter_hook

@@ -178,7 +178,7 @@ class _Part(NamedTuple):
 
     @property
     def start(self) -> Tensor:
-        """The values to start from: those of the previous solver, or the nearest ones."""
+        """The values to start from: those of the previous solver, or else the nearest values."""
         return self.grid.nearest(self.weight) if self.before is None else self.before
 
 

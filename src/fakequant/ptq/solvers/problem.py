@@ -183,7 +183,7 @@ class Problem:
     the sum of y x^T. Without a drift only the first term is there.
 
     Args:
-        damping: what solvers add to the diagonal of the moments, as a share of its mean; None: by the number of rows.
+        damping: the number added to the diagonal of the moments, as a share of its mean; None: by the number of rows.
         share: the share of the drift that solvers correct; None: by the number of rows.
     """
 
@@ -398,8 +398,8 @@ def gptq(
         target: the matrix W.
         moments: H, float64 [columns, columns].
         grid: the values that the matrix can have.
-        damping: added to the diagonal, as a share of its mean.
-        pull: P, what the drift adds, [out, columns], float64.
+        damping: the number that is added to the diagonal, as a share of its mean.
+        pull: P, the part of the drift, [out, columns], float64.
 
     Raises:
         CalibrationError: the moments are not finite, or not positive semidefinite.
@@ -459,7 +459,7 @@ def descend(
         moments: H, float64 [columns, columns].
         grid: the values that the matrix can have.
         passes: how many times each column is chosen.
-        pull: P, what the drift adds, [out, columns], float64.
+        pull: P, the part of the drift, [out, columns], float64.
     """
     # [columns, out], so that the values of a column lie together. What the steps of a block change in the slopes of
     # others is added when all are taken: one product in place of one update of the whole matrix per column.

@@ -296,7 +296,7 @@ class Transformed(NamedTuple):
     """The result of `transform` for layers that read one input.
 
     Attributes:
-        transform: None where no transform clearly lowers the error.
+        transform: the transform; None if no transform clearly lowers the error.
         before: the error of the layers' outputs with the range that the quantizer had.
         after: the same error with the transform and a new range.
         params: the new range; None if there is no transform, or the quantizer is dynamic.

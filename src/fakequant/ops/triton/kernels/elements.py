@@ -423,7 +423,7 @@ def magnitudes(v, inside):
 
 @triton.jit
 def places_of_sweep(step, n, run, columns, period, steps, SWEEP: tl.constexpr):
-    """Positions of a block [rows, width] and groups of the reduced block; each is followed by flags of what is valid.
+    """Positions in a block [rows, width] and groups of the reduced block, each followed by flags that mark valid items.
 
     The groups [rows] or [width] are the same in every step.
     """
