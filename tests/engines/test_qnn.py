@@ -20,7 +20,7 @@ from fakequant.engines import qnn
 from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.model.engine import known_engines
 from fakequant.nn.device import CodeGrid, Computed, DeviceTensor, GridCodes, Kept, Operands, Sums
-from tests.support.qnn import FILE, INSTALLED, NEAR, NETWORKS, calibrated, codes, emulated, ranges_of
+from tests.support.qnn import CONFIGS, FILE, INSTALLED, NEAR, NETWORKS, calibrated, codes, emulated, ranges_of
 
 RECORD = np.load(FILE)
 SMALL = "convolution w8a8"
@@ -89,12 +89,12 @@ def test_products_of_16_bits_lose_the_last_8_bits_of_their_sums(ratio: float) ->
         assert math.floor(((one_sum >> 8) + added) * multiplier / 2.0**shift + 0.5) == code
 
 
-def test_biases_at_a_tie_go_away_from_zero() -> None:
+def test_biases_at_a_tie_become_even() -> None:
     one = torch.tensor(1.0, dtype=torch.float64)
     to = CodeGrid(2.0**-4 * one, 0, 0, 255)
     sums = torch.zeros(4, dtype=torch.float64)
     found = qnn.product(Sums(sums, one, one, torch.tensor([0.5, 1.5, 2.5, 3.5], dtype=torch.float64)), to)
-    assert found.tolist() == [16, 32, 48, 64]
+    assert found.tolist() == [0, 32, 32, 64]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +169,68 @@ def test_a_bound_at_the_last_code_joins_what_was_stored(
     twice = torch.floor((codes.double() - 100) * float(np.float32(1.1)) + 10.5).clamp(least, most)
     assert torch.equal(found, device.codes(source, to) if joined else twice.to(torch.uint8))  # type: ignore[arg-type]
     assert (found.min(), found.max()) == (least, most)
+
+
+class Swish(nn.Module):
+    """A convolution, and the product of its result and the result's sigmoid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.convolution(x)
+        return torch.sigmoid(x) * x
+
+
+@pytest.mark.parametrize(("other", "merged"), [("", True), ("mul_0.other", False), ("sigmoid_0.input", False)])
+def test_a_product_with_a_sigmoid_is_one_function_where_both_read_the_same_codes(other: str, merged: bool) -> None:
+    """The sigmoid is not rounded between then; without gradients and with them."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 16, 16)
+    model = fq.prepare(Swish().eval(), "int8_affine", x, target="qnn")
+    fq.calibrate(model, [x], progress=False)
+    found = fq.nn.quantizers(fq.set_execution(model, "qnn"))
+    if other:
+        found[f"_sites.{other}"].scale.data.mul_(1.01)  # type: ignore[union-attr]
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            product = model.get_submodule("convolution")(x)
+            a = found["_sites.mul_0.other"](product)
+            gate = found["_sites.sigmoid_0.output"](torch.sigmoid(found["_sites.sigmoid_0.input"](product)))
+            assert ((gate * a).has.function == "swish") is merged  # type: ignore[attr-defined]
+            result = model(x)
+        if merged:
+            exact = F.silu(a.as_subclass(Tensor).double()).float()
+            assert torch.equal(codes(model, result), codes(model, found["_sites.mul_0.output"](exact)))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_silu_has_a_quantizer_for_its_sigmoid_where_codes_have_8_bits(inplace: bool) -> None:
+    """With 16 bits HTP computes SiLU in float. The gradients are those of the product, also where it overwrites."""
+    x = torch.randn(2, 3)
+    for name, wanted in (("w8a16", ["input", "output"]), ("w8a8", ["input", "sigmoid", "output"])):
+        layers = nn.Sequential(nn.Sigmoid(), nn.SiLU(inplace))
+        model = fq.prepare(layers, CONFIGS[name], x, target="qnn")
+        found = [key.rpartition(".")[2] for key in fq.nn.quantizers(model) if "silu" in key]
+        assert found == [one for one in wanted if one != "input"]  # the sigmoid before has a quantizer
+        fq.calibrate(model, [x], progress=False)
+        y, exact = (x.clone().requires_grad_() for _ in range(2))
+        model(y).sum().backward()
+        F.silu(exact.sigmoid()).sum().backward()
+        torch.testing.assert_close(y.grad, exact.grad, atol=0.01, rtol=0.0)
+
+
+@pytest.mark.parametrize(("ratio", "multiplier"), [(25741.031, 25740), (18020.059, 18020), (23502.285, 23502)])
+def test_multipliers_of_means_are_in_units_of_32767(ratio: float, multiplier: int) -> None:
+    """As the emulation showed for pools of 64 to 1,024 positions."""
+    sums = torch.arange(-20_000, 20_000, 7, dtype=torch.float64)
+    of_x, to = (
+        CodeGrid(torch.tensor(scale, dtype=torch.float64), 0, -(2**40), 2**40) for scale in (ratio / 2**15, 1.0)
+    )
+    found = qnn.mean(Operands((GridCodes(sums, of_x),), 64), to._replace(zero_point=90))
+    wanted = [(one * multiplier + (181 << 20)) >> 21 for one in sums.long().tolist()]
+    assert found.tolist() == wanted
 
 
 def test_sums_of_16_bits_have_an_even_constant() -> None:

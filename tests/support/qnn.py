@@ -64,6 +64,23 @@ class Forks(nn.Module):
         return (x - y.clamp(min=0.0)).clamp(0.1, 0.8) + (x * y).relu()
 
 
+class Gates(nn.Module):
+    """Products of tensors and their sigmoids, which HTP computes as one function, and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.down, self.up = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.silu(self.first(2 * x))
+        x = x * torch.sigmoid(self.up(nn.functional.silu(self.down(x.mean((2, 3), keepdim=True)))))
+        x = self.second(x)
+        gate = torch.sigmoid(x)
+        x = self.third(gate * x + gate)
+        return x * torch.sigmoid(x).transpose(2, 3)
+
+
 class Mean(nn.Module):
     """The mean of a picture."""
 
@@ -106,7 +123,8 @@ _LAYERS |= {
     ),
 }
 _LAYERS["forks"] = lambda: nn.Sequential(Forks(), nn.Conv2d(8, 8, 1))
-_NARROW = ("tables", "forks")
+_LAYERS["gates"] = lambda: nn.Sequential(Gates(), nn.Conv2d(8, 8, 1), nn.SiLU())
+_NARROW = ("tables", "forks", "gates")
 """Networks of functions without a rule for 16 bits."""
 NETWORKS = {f"{name} {bits}": (make, bits) for name, make in _LAYERS.items() for bits in ("w8a8", "w4a8")}
 NEAR = {"depthwise w8a16": 1, "depthwise w4a16": 1, "mean w8a16": 2, "mean w4a16": 2}

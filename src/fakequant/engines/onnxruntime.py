@@ -11,6 +11,7 @@ point is then the smallest code. Quantizers move back to a product over function
 
 from fakequant.model.engine import WEIGHTS, Engine, register_engine
 from fakequant.model.placement import (
+    ATTENTION_IN_PARTS,
     ATTENTION_LAYER,
     POOLS,
     FixedRange,
@@ -41,7 +42,7 @@ def placement() -> Target:
             ravel max_pool1d max_pool2d max_pool3d movedim moveaxis swapaxes swapdims T mT H mH
             """.split()  # noqa: SIM905
         ),
-        attention_in_parts=True,
+        parts=ATTENTION_IN_PARTS,
         symmetric=False,
         folds_norms=False,
     )

@@ -12,14 +12,17 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant.model.config import TensorConfig
 from fakequant.model.engine import STATIC, Engine, register_engine
 from fakequant.model.placement import (
+    ATTENTION_IN_PARTS,
     ATTENTION_LAYER,
     RECURRENT,
     FixedRange,
+    InnerFunction,
     Target,
     after_products,
     lookups,
@@ -51,7 +54,7 @@ def placement() -> Target:
         },
         outputs=(inputs | RECURRENT | {ATTENTION_LAYER}) - lookups(),
         fused=after_products(*BOUNDS) | {("add", "relu")},
-        attention_in_parts=True,
+        parts=ATTENTION_IN_PARTS | {"silu": InnerFunction("sigmoid", "sigmoid", most_bits=8)},
     )
 
 
@@ -117,10 +120,7 @@ def _ratio_and_constant(parts: Sums, result: CodeGrid) -> tuple[Tensor, Tensor]:
     of_input, of_weight, of_output = (scale.float() for scale in (parts.of_input, parts.of_weight, result.scale))
     largest = of_weight.max()
     ratio = of_input * largest / of_output * (of_weight / largest)
-    bias = (parts.bias.float() / (of_input * of_weight)).double()
-    bias = torch.trunc(
-        bias + torch.copysign(torch.tensor(0.5, dtype=torch.float64, device="cpu"), bias)
-    ).float()  # half away from 0
+    bias = torch.round(parts.bias.float() / (of_input * of_weight))
     return ratio.double(), torch.floor((bias + ratio.new_tensor(result.zero_point) / ratio) + 0.5).double()
 
 
@@ -222,30 +222,50 @@ def bounded(parts: Operands, result: CodeGrid) -> Tensor:
     return torch.floor(x.codes * ratio + 0.5) + result.zero_point
 
 
-def mean(parts: Operands, result: CodeGrid) -> Tensor:
-    """The codes of a mean: the multiplier has 15 bits, and is rounded down. Of 163,840 means 50 differed, by 1."""
-    return _mean(parts, result, torch.floor)
+def sigmoid(parts: Operands, result: CodeGrid) -> Tensor:
+    """The codes of a sigmoid of codes, a half rounded up."""
+    return _function(torch.sigmoid, parts, result)
 
 
-def pool(parts: Operands, result: CodeGrid) -> Tensor:
-    """The codes of a pool over all of at most 64 positions: the multiplier has 15 bits, rounded to the nearest.
+def swish(parts: Operands, result: CodeGrid) -> Tensor:
+    """The codes of x * sigmoid(x), which HTP computes as one function of the codes of x, a half rounded up.
 
-    Larger pools differ in up to 1 of 600 codes of 8 bits, by 1.
+    All codes of 30 grids are equal. HTP computes SiLU without codes of the sigmoid as if every fourth code were the
+    next one, so that `placement` quantizes the sigmoid, too.
     """
-    return _mean(parts, result, torch.round)
+    return _function(F.silu, parts, result)
+
+
+def _function(function: Callable[[Tensor], Tensor], parts: Operands, result: CodeGrid) -> Tensor:
+    (x,) = parts.tensors
+    values = function(x.codes.double() * x.grid.scale.float().double())
+    return torch.floor(values / result.scale.float().double() + (result.zero_point + 0.5))
+
+
+def mean(parts: Operands, result: CodeGrid) -> Tensor:
+    """The codes of a mean or a pool over all positions: the multiplier has 15 bits, in units of 1 / 32767.
+
+    Of 160,000 codes 1 differed, by 1, for ratios below 1/2: the input's scale over the result's and the elements.
+    """
+    return _mean(parts, result, 2**15 - 1)
+
+
+def pool_of_16_bits(parts: Operands, result: CodeGrid) -> Tensor:
+    """The codes of 16 bits of a pool over all positions: half of them differ in pools of more than 64, by 1."""
+    return _mean(parts, result, 2**15)
 
 
 def windows(parts: Operands, result: CodeGrid) -> Tensor:
-    """The codes of a pool of windows that do not overlap: as for `pool`, but means of four are rounded twice."""
-    return _mean(parts, result, torch.round, first=12 if parts.summed == 4 else 0)
+    """The codes of a pool of windows that do not overlap: units of 1 / 32768; means of four are rounded twice."""
+    return _mean(parts, result, 2**15, first=12 if parts.summed == 4 else 0)
 
 
-def _mean(parts: Operands, result: CodeGrid, rounding: Callable[[Tensor], Tensor], first: int = 0) -> Tensor:
+def _mean(parts: Operands, result: CodeGrid, units: int, first: int = 0) -> Tensor:
     """The codes of a mean. For ratios below 1/2, it is also rounded at the bit `first` before the last rounding."""
     (x,) = parts.tensors
     ratio = x.grid.scale.float().double() / result.scale.float().double() / parts.summed
     shift = 14 - _exponent(ratio)
-    multiplier = rounding(torch.ldexp(ratio, shift))
+    multiplier = torch.round(torch.ldexp(ratio, shift - 15) * units)
     half_up = torch.ldexp(torch.tensor(result.zero_point + 0.5, dtype=torch.float64, device="cpu"), shift)
     if first:
         half_up = half_up + torch.where(ratio < 0.5, 2.0 ** (first - 1), 0.0)
@@ -271,9 +291,11 @@ register_engine(
                 "add": add,
                 "sub": sub,
                 "mul": mul,
+                "sigmoid": sigmoid,
+                "swish": swish,
                 **dict.fromkeys(BOUNDS, bounded),
                 "mean": mean,
-                "adaptive_avg_pool2d": pool,
+                "adaptive_avg_pool2d": mean,
                 "avg_pool2d": windows,
             },
             "the emulation of HTP in onnxruntime-qnn 2.7, inputs on codes of the first quantizer (of other floats 1 of "
@@ -283,11 +305,12 @@ register_engine(
                 "product": product_of_16_bits,
                 "strided depthwise": strided_depthwise,
                 "add": add_of_16_bits,
-                "adaptive_avg_pool2d": pool,
+                "adaptive_avg_pool2d": pool_of_16_bits,
                 "avg_pool2d": windows,
             },
             unsigned=True,
             joins=_is_joined,
+            merges={("sigmoid", "mul"): "swish"},
         ),
         page="qnn",
     )

@@ -46,6 +46,24 @@ class FixedRange(NamedTuple):
     has_high: bool
 
 
+class InnerFunction(NamedTuple):
+    """A function inside another function, whose result an engine stores as codes.
+
+    Attributes:
+        name: the name of its quantizer in a site of the other function.
+        function: the function; the target may have a fixed range for it.
+        most_bits: codes with more bits are not stored: the engine computes the whole function in float.
+    """
+
+    name: str
+    function: str
+    most_bits: float = math.inf
+
+
+ATTENTION_IN_PARTS = {"scaled_dot_product_attention": InnerFunction("probabilities", "softmax")}
+"""Attention as two products and a softmax, so that the probabilities are quantized, too."""
+
+
 @dataclass(frozen=True)
 class Target:
     """The rules by which an engine wants quantizers; functions have their canonical names.
@@ -65,8 +83,7 @@ class Target:
             sum together with the product in the other branch.
         moved_back: functions across which the engine moves a quantizer from their result to their input, if nothing
             else reads this input. None: all functions in `keeps`, even if others read the input.
-        attention_in_parts: whether the engine computes attention as two products and a softmax, so that the
-            probabilities are quantized, too.
+        parts: functions that the engine computes in parts, with the part whose result it stores as codes.
         symmetric: which activations let the engine compute all products on integers: symmetric (True), asymmetric
             (False), or both (None).
         folds_norms: whether the engine folds a batch normalisation into a product with a quantized weight.
@@ -88,7 +105,7 @@ class Target:
     fused: frozenset[tuple[str, str]] = frozenset()
     identity_only: bool = False
     moved_back: frozenset[str] | None = None
-    attention_in_parts: bool = False
+    parts: Mapping[str, InnerFunction] = field(default_factory=dict)
     symmetric: bool | None = None
     folds_norms: bool = True
 
@@ -348,10 +365,11 @@ class _Planner:
                     main = [main[depths.index(max(depths))]]
                 names = [name for name in names if name not in main]
             held = {name: operand_quantizer(self.flow.recording, call, name, rule) for name in names}
-            if self.target.attention_in_parts and call.function == "scaled_dot_product_attention":
-                config, known = rule.input, self.target.fixed.get("softmax")
+            part, config = self.target.parts.get(call.function), rule.input
+            if part is not None and config is not None and config.spec.format.bits <= part.most_bits:
+                known = self.target.fixed.get(part.function)
                 fixed = None if known is None else _fixed_quantizer(config, known)
-                held["probabilities"] = fixed if fixed is not None or config is None else SiteQuantizer(config)
+                held[part.name] = SiteQuantizer(config) if fixed is None else fixed
             self.held[call] = {name: quantizer for name, quantizer in held.items() if quantizer is not None}
 
     def _is_unfit(self, values: Iterable[int]) -> bool:

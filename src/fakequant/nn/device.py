@@ -11,6 +11,7 @@ No layer knows of this: `DeviceTensor` sees the functions of torch that layers a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -259,6 +260,7 @@ class Device:
     wide: Mapping[str, Callable[[Any, CodeGrid], Tensor]] = field(default_factory=dict)
     unsigned: bool = False
     joins: Callable[[Computed], bool] | None = None
+    merges: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"Device({self.name!r}, rules for {', '.join(sorted(self.rules))})"
@@ -703,6 +705,18 @@ def _summed(name: str, args: Any, kwargs: Any, x: Tensor, result: Tensor) -> int
     return math.prod(size) if is_apart and is_plain else 0
 
 
+def _merged(device: Device, name: str, operands: Sequence[GridCodes]) -> Computed | None:
+    """The result of a function that the device merges with the function that computed an operand; else None."""
+    for x, y in itertools.permutations(operands, 2):
+        if (source := y.source) is None or (rule := device.merges.get((source.function, name))) is None:
+            continue
+        of: GridCodes = source.parts.tensors[0]  # type: ignore[union-attr]
+        is_same = of.grid.zero_point == x.grid.zero_point and torch.equal(of.grid.scale, x.grid.scale)
+        if is_same and not source.moves and torch.equal(of.stored, x.stored):
+            return Computed(rule, source.parts, is_whole=source.is_whole)
+    return None
+
+
 def _of_stored(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function of codes for which the device has a rule, such as a sum or a mean; else NotImplemented."""
     tensors, name = tuple(arguments_of(called, args, kwargs).values()), called.function.name
@@ -710,6 +724,8 @@ def _of_stored(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if name not in device.rules or (name in ("add", "sub") and "alpha" in kwargs):
         return NotImplemented
+    if (merged := _merged(device, name, [x.has for x in tensors])) is not None:
+        return _call(func, args, kwargs, device, merged, tensors[0].shape)
     # Without the sources of operands, so that no result keeps all results before it.
     parts, whole = Operands(tuple(x.has._replace(source=None) for x in tensors)), all(x.has.is_whole for x in tensors)
     if name in _MEANS:

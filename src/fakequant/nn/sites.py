@@ -106,6 +106,19 @@ def attend(
     return attend_in_parts(partial(matmul, how), probabilities, query, key, value, *given, **others)
 
 
+def silu_in_parts(
+    sigmoids: Callable[[Tensor], Tensor], how: Backward | None, factors: Factors, args: Sequence[Any], kwargs: Any
+) -> Tensor:
+    """`F.silu` as the product of a tensor and its sigmoid, for the arguments of a call."""
+    x = factors["input"].value
+    return x * sigmoids(torch.sigmoid(x))
+
+
+IN_PARTS: dict[str, Callable[..., Tensor]] = {"probabilities": attend, "sigmoid": silu_in_parts}
+"""Implementations of functions as several operations, by the name of the quantizer between the operations; arguments
+are the quantizer, a `Backward`, the factors by name, and all arguments of the call."""
+
+
 TRAINED: dict[str, Callable[..., Tensor]] = {
     "linear": lambda how, factors, args, kwargs: multiplied(
         *(LinearSum(), how, factors["input"], factors["weight"]), args[2] if len(args) > 2 else kwargs.get("bias")
@@ -126,7 +139,8 @@ SITES = "_sites"
 class Site(Watched, Trained):
     """The quantizers of one call of a function, one for each quantized operand; `output` quantizes the result.
 
-    Attention may also quantize its `probabilities`; unless that quantizer is off, it is computed as two products.
+    A site may also quantize between the operations of its function, as attention its `probabilities`. Unless that
+    quantizer is off, the function is computed as these operations: see `IN_PARTS`.
     Functions that watch a site see the operands by name, and all arguments, before they are quantized.
 
     Attributes:
@@ -187,17 +201,19 @@ class Site(Watched, Trained):
                 if x is written and torch.is_grad_enabled() and quantizer.mode is Mode.QUANTIZE:
                     x = x.clone()  # the backward of a learned range needs the values that are overwritten here
                 holder[key] = quantizer(x)
+        computed = TRAINED.get(self.function) if is_trained(self.gradient) else None
+        for name, in_parts in IN_PARTS.items():
+            between = self._modules.get(name)
+            if isinstance(between, Quantizer) and between.mode is not Mode.OFF:
+                computed = partial(in_parts, between)
         output = self._modules.get("output")
         # A result in the place of the operand would be overwritten below, and its backward needs it.
         replaced = isinstance(output, Quantizer) and torch.is_grad_enabled() and output.mode is Mode.QUANTIZE
-        if written is not None and (replaced or _first(args, kwargs) is not written):
+        if written is not None and (replaced or computed is not None or _first(args, kwargs) is not written):
             func = called.without_writing(func, args, kwargs)
-        probabilities = self._modules.get("probabilities")
-        computed: Callable[..., Any] | None = None
-        if isinstance(probabilities, Quantizer) and probabilities.mode is not Mode.OFF:
-            computed = partial(attend, probabilities)
-        elif is_trained(self.gradient):
-            computed = TRAINED.get(self.function)
+            for _, holder, key in places:  # the backward needs the operand, too
+                if holder[key] is written and torch.is_grad_enabled():
+                    holder[key] = written.clone()
         if computed is None:
             result = func(*args, **kwargs)
         else:
