@@ -226,7 +226,7 @@ def test_writing_and_cropping_in_any_order_is_writing_what_is_left(layout: str, 
 def test_crop_without_a_record() -> None:
     own, cache, expected = states(20), cache_of("groups and window"), cache_of("groups and window")
     write(cache, own, 0, 10)
-    with pytest.raises(ConfigError, match="to remove 3 positions, quantized ones would have to be in float again"):
+    with pytest.raises(ConfigError, match="to remove 3 positions, it needs quantized positions in float again"):
         cache.crop(-3)
     write(expected, own, 0, 10)
     assert same(cache, expected)

@@ -126,7 +126,7 @@ def gpu(monkeypatch):
 def test_without_what_triton_compiles_with_it_cannot_serve(gpu):
     assert TritonBackend().unavailable() is None
     gpu.setenv("CC", "no-such-compiler")
-    assert "CC is 'no-such-compiler', which is no program" in TritonBackend().unavailable()
+    assert "CC is 'no-such-compiler', which is not a program" in TritonBackend().unavailable()
     gpu.delenv("CC")
     gpu.setattr(Path, "is_file", lambda path: path.name != "Python.h")
     assert "Python.h; install them" in TritonBackend().unavailable()
@@ -145,7 +145,7 @@ print(TritonBackend().unavailable(), "triton" in sys.modules)
 """
     env = {**os.environ, "CC": "no-such-compiler"}
     found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert "which is no program" in found.stdout or find_spec("triton") is None
+    assert "which is not a program" in found.stdout or find_spec("triton") is None
     assert found.stdout.split()[-1] == "False"
 
 

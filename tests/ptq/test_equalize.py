@@ -167,7 +167,7 @@ def test_what_cannot_be_checked_is_refused() -> None:
         equalize(noisy, x, TENSORS, forward=lambda model, batch: model(torch.full((2, 4), next(numbers))))
     with pytest.raises(ConfigError, match=r"equalize takes a float model; call it before fakequant.prepare"):
         equalize(fq.prepare(chain(), "INT8"), x, TENSORS)
-    with pytest.raises(ConfigError, match=r"the config quantizes no layer of the model; give the one that prepare"):
+    with pytest.raises(ConfigError, match=r"the config quantizes no layer of the model; give the config of prepare"):
         equalize(model, x, fq.Config("nothing", ()))
 
 

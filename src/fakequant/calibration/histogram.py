@@ -195,7 +195,7 @@ class HistogramCalibrator(ExtremaCalibrator):
                 raise CalibrationError(
                     f"a calibrator state with {counts.dtype} counts of shape {list(counts.shape)} and exponents of "
                     f"shape {list(exponent.shape)}, expected torch.int64 of shape {list(expected)} and {[groups]}; "
-                    "load it into a calibrator with the num_bins of the one that made it"
+                    "load it into a calibrator with the same num_bins"
                 )
             if exponent.is_floating_point() or bool((counts < 0).any() | (counts.sum((1, 2)) < 1).any()):
                 raise CalibrationError(

@@ -585,4 +585,4 @@ def _damage(format: DeliveryFormat, path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:  # of code that reads damaged files: any
         what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path} is no {format.name}, or it is damaged: {what}") from error
+        raise CheckpointError(f"{path} is not in the format {format.name}, or it is damaged: {what}") from error

@@ -253,7 +253,7 @@ class SiteCheck:
         if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
             raise VerificationError(
                 f"{module_name(self.record.quantizer)} gives {actual.dtype} {list(actual.shape)} in the file and "
-                f"{expected.dtype} {list(expected.shape)} in torch; the model is not the one that was exported"
+                f"{expected.dtype} {list(expected.shape)} in torch; this model is not the exported model"
             )
         return differing_bits(actual, expected)
 

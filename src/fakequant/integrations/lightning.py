@@ -47,7 +47,7 @@ class LightningQATCallback(Training, _lightning.Callback):
             if len(parts) != 1:
                 raise ConfigError(
                     f"{type(pl_module).__name__} has no forward, and its parts with parameters are {parts}; give the "
-                    "one that training_step calls with a batch as QATCallback(module=...)"
+                    "part that training_step calls with a batch, as QATCallback(module=...)"
                 )
             (name,) = parts
         if name is not None:

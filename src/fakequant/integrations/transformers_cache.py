@@ -376,7 +376,7 @@ class FakeQuantCache(DynamicCache):
                 found[index] = keys, values
             elif any(self._count(wanted - pad) < self._count(length - pad) for pad in self._padding):
                 raise ConfigError(
-                    f"to remove {-tokens_to_remove} positions, quantized ones would have to be in float again; call "
+                    f"to remove {-tokens_to_remove} positions, it needs quantized positions in float again; call "
                     "cache.activate_past_recording() before positions are written, as assisted generation does"
                 )
         super().crop(tokens_to_remove)

@@ -167,7 +167,7 @@ def _operation(node: fx.Node, ids: dict[fx.Node, int]) -> IROp:
                 "the model without autocast, converted to one type, such as by model.bfloat16()"
             )
         raise GraphError(
-            f"{users or node.op} runs a part of the model as a graph of its own (control flow, or a change of "
+            f"{users or node.op} runs a part of the model as a separate graph (control flow, or a change of "
             "grad mode such as torch.no_grad), which cannot be in a graph; compute that part outside"
         )
     op, inputs = (_quantizer if node.target is _FAKE_QUANTIZE else _by_table)(node)

@@ -491,7 +491,7 @@ def type_of(value: Any) -> TensorType:
     if not isinstance(value, torch.Tensor):
         raise GraphError(f"its result is a {type(value).__name__}, and a graph holds tensors and sizes")
     if value.layout != torch.strided:
-        raise GraphError(f"its result is a tensor of layout {value.layout}, and a graph holds dense ones")
+        raise GraphError(f"its result is a tensor of layout {value.layout}, but a graph holds dense tensors only")
     return TensorType(IRType.of(value.dtype), TensorShape(n if isinstance(n, int) else DYNAMIC for n in value.shape))
 
 

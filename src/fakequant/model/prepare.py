@@ -330,8 +330,8 @@ def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
             raise ConfigError(_LAZY)
         if bypasses_class(layer):
             raise ConfigError(
-                "a forward of its own (a hook's) would bypass the quantizers; "
-                "remove the hook, or leave the layer in float by a rule"
+                "its forward was replaced, such as by a hook, which would bypass the quantizers; remove the hook, or "
+                "leave the layer in float by a rule"
             )
         quantized.check(layer)
         for attribute, operand in quantized.operands(layer).items():

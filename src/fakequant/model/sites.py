@@ -183,8 +183,8 @@ def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: P
             continue
         if bypasses_class(modules[owner]):
             raise ConfigError(
-                f"{module_name(owner)}: a forward of its own (a hook's) would bypass the quantizers of its "
-                "functions; remove the hook, or leave the functions in float by a rule"
+                f"{module_name(owner)}: its forward was replaced, such as by a hook, which would bypass the "
+                "quantizers of its functions; remove the hook, or leave the functions in float by a rule"
             )
         steps[owner] = visits[0]
     sites = [site for site in sites if site.owner in steps]

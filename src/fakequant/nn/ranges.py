@@ -591,7 +591,7 @@ class ByValue:
         if not x.dim() or len(x) != rows:
             raise ShapeError(
                 f"{named}got a tensor of shape {list(x.shape)} in a batch whose {rows} rows have different bins of "
-                f"{self.name}: its first axis is not that of the batch; give batches of one {self.name}"
+                f"{self.name}: its first axis is not the axis of rows; give batches of one {self.name}"
             )
 
     def now(self) -> Tensor | None:

@@ -187,7 +187,7 @@ class Site(Watched, Trained):
                     raise SiteError(
                         f"{module_name(mode.sites.owner)}: a call of {self.function} reads {own}, and the plan has "
                         f"{path} for this call, whose scales do not fit {own}: a branch calls the same functions "
-                        "in the same order. Move each branch into a module of its own, or leave the function in float "
+                        "in the same order. Move each branch into a separate module, or leave the function in float "
                         "by a rule"
                     )
         if self.is_watched:
@@ -470,7 +470,7 @@ def _other_calls(mode: SiteMode, came: tuple[str, ...], *, unfinished: bool = Fa
         f"  called:  {', '.join(came) or 'none'}{' (so far)' if unfinished else ''}{_TRACED if is_traced else ''}\n"
         "Quantizers belong to calls by their order, so that none would fit. Run the model as with the example that was "
         "given to fakequant.prepare, or prepare it with an example that takes this path; move a branch, or a loop "
-        f"whose length changes, into a module of its own; or leave the functions in float by {float_rule(sites)}"
+        f"whose length changes, into a separate module; or leave the functions in float by {float_rule(sites)}"
         f"{'' if came else '. torch.fx.symbolic_trace shows no calls: use torch.export'}"
     )
 

@@ -119,7 +119,7 @@ class ScaleSpec:
             words = ", ".join(one.value for one in kinds[:-1]) + " or " * (len(kinds) > 1) + kinds[-1].value
             raise SpecError(f"{self.word}s in {named} are rounded by {words}, not by {rounding.value}")
         if (fmt is None or isinstance(fmt, ExponentFormat)) and granularity is not None:
-            raise SpecError(f"{self.word}s in {named} need no scale of their own; leave the granularity out")
+            raise SpecError(f"{self.word}s in {named} need no separate scale; leave the granularity out")
         if rounding is ScaleRounding.FOUR_OVER_SIX and self.shared is not None:
             raise SpecError(f"four_over_six needs one shared scale for both choices: leave /{self.shared} out")
         if rounding is ScaleRounding.SEARCHED and (granularity is None or self.shared is not None):
@@ -129,7 +129,7 @@ class ScaleSpec:
             )
         if fmt is not None and fmt.has_zero_point and granularity is None:
             raise SpecError(
-                f"{self.word}s in {fmt} reach {fmt.quant_max:g} at most and need a scale of their own: give its "
+                f"{self.word}s in {fmt} reach {fmt.quant_max:g} at most and need a separate scale: give its "
                 f"granularity, such as '{self.word}={fmt}@per_block(-1:8)/float16'"
             )
         if self.shared is not None and (granularity is None or not isinstance(self.shared, FloatFormat)):

@@ -509,7 +509,7 @@ class _VariantSearch:
                 self.refused[name] = " ".join([first_line(error), *(line.strip() for line in details)])
         if not self.bytes:
             name, why = next(iter(self.refused.items()))
-            raise ConfigError(f"the model can have none of {', '.join(presets)}; {name}: {why}")
+            raise ConfigError(f"the model cannot have any of {', '.join(presets)}; {name}: {why}")
         static = [name for name in self.bytes if has_static_inputs(name)]
         self.ladder = SearchOrder(sizes_of(self.bytes, kinds), static, floor, trials.metric is not None)
 

@@ -437,7 +437,7 @@ def equalize(
             warnings.simplefilter("ignore")  # `prepare` and `calibrate` say it of the model itself
             prepare(quantized, config)
             if not quantizers(quantized):
-                raise ConfigError("the config quantizes no layer of the model; give the one that prepare will get")
+                raise ConfigError("the config quantizes no layer of the model; give the config of prepare")
             calibrate(quantized, given, forward=given.run, progress=False, unseen="float")
         return outputs.of(quantized).mean
 

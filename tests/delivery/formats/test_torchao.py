@@ -188,7 +188,10 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, str]], Any], str]
     "points": (change(POINT, lambda x: x + 0.5), "zero points are not whole numbers"),
     "far points": (change(POINT, lambda x: x + 100), "zero"),
     "NaN": (change(SCALE, lambda x: x * torch.nan), "scale"),
-    "no JSON": (lambda tensors, texts: texts.update({"0.weight": "{"}), "is no torchao, or it is damaged: JSONDecode"),
+    "no JSON": (
+        lambda tensors, texts: texts.update({"0.weight": "{"}),
+        "is not in the format torchao, or it is damaged: J",
+    ),
     "deep JSON": (lambda tensors, texts: texts.update({"0.weight": "[" * 50_000}), "or it is damaged: RecursionError"),
     "text": (lambda tensors, texts: texts.update({"0.weight": '"x"'}), "or it is damaged"),
     "no text": (lambda tensors, texts: texts.pop("0.weight"), "lacks 0.weight"),

@@ -135,7 +135,7 @@ OTHER_MODELS = {
     "without_the_quantizer": (lambda: nn.Linear(8, 4), "has a quantizer 0._input_quantizer, which the model lacks"),
     "of_another_shape": (
         lambda: nn.Sequential(*prepare_linear(8, 12), nn.ReLU(), *prepare_linear(12, 4)),
-        "the model is not the one that was exported",
+        "this model is not the exported model",
     ),
 }
 

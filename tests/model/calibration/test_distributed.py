@@ -226,7 +226,7 @@ def failures_are_heard(rank: int, folder: Path) -> None:
             fq.calibrate(model, own, group=world, progress=False)
     fq.calibrate(model := fq.prepare(net(), "int8"), own, group=world, progress=False)
     checkpoint = {"checkpoint": folder / "one"} if rank else {}
-    text = "several processes keep nothing" if rank else "the process of rank 1 failed"
+    text = "is for a single process" if rank else "the process of rank 1 failed"
     with pytest.raises((CalibrationError, ConfigError), match=text):
         fq.ptq.improve(model, own, group=world, progress=False, **checkpoint)
 

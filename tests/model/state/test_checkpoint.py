@@ -119,7 +119,7 @@ def test_a_forward_that_would_bypass_the_quantizers_is_refused(tmp_path: Path) -
     saved(tmp_path)
     fresh = small_net()
     hook_forward(fresh.head)
-    with pytest.raises(CheckpointError, match=r"the model's layer head has a forward of its own .* before load"):
+    with pytest.raises(CheckpointError, match=r"the forward of the model's layer head was replaced, .* before load"):
         load(fresh, tmp_path)
     assert quantizers(fresh) == {}
 

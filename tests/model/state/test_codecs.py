@@ -87,8 +87,11 @@ def _changed(weight: str, **values: Any) -> Callable[[Path], None]:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (_cut, "is no own, or it is damaged: its decode raised"),
-    "empty": (lambda folder: (folder / "all.pt").write_bytes(b""), "is no own, or it is damaged: its decode raised"),
+    "truncated": (_cut, "is not in the format own, or it is damaged: its decode raised"),
+    "empty": (
+        lambda folder: (folder / "all.pt").write_bytes(b""),
+        "is not in the format own, or it is damaged: its decode raised",
+    ),
     "no JSON": (lambda folder: (folder / "plan.json").write_bytes(b"{"), "its decode raised JSONDecodeError"),
     "no scale": (_changed("w", scale=None), "codes of w have no scale"),
     "a file less": (lambda folder: (folder / "all.pt").unlink(), "all.pt"),

@@ -290,7 +290,7 @@ def test_forwards_that_would_bypass_the_quantizers_are_refused() -> None:
     model = float_network()
     model[1].forward = lambda x: x
     model[1].forward = lambda x: x + x
-    with pytest.raises(ConfigError, match="1: a forward of its own"):
+    with pytest.raises(ConfigError, match="1: its forward was replaced"):
         fq.prepare(model, only("add"), example=example())
 
 

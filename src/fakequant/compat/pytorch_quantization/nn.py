@@ -316,7 +316,7 @@ class QuantRNNBase(QuantMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         descriptors = take_descriptors(kwargs, nn.RNNBase.__init__)
         if kwargs.get("proj_size", 0):
-            raise ValueError("proj_size is not supported: a projection has a product of its own")
+            raise ValueError("proj_size is not supported: a projection is another product")
         super().__init__(*args, **kwargs)
         layer = cast("nn.RNNBase", self)
         pairs = layer.num_layers * (2 if layer.bidirectional else 1)

@@ -572,7 +572,7 @@ _SPECS = {
 """The types, the smallest first; the first type that can hold a weight is used."""
 _INSTEAD = {"IQ4_XS": "IQ4_NL", **dict.fromkeys(("Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0")}
 _INSTEAD |= {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""By type, the type that llama.cpp stores if rows are no whole blocks of 256."""
+"""By type, the type that llama.cpp stores if rows are not whole blocks of 256."""
 
 
 @cache

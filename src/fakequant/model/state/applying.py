@@ -177,7 +177,7 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
             )
         if entry.quantizers and bypasses_class(layer):
             raise CheckpointError(
-                f"the model's layer {name} has a forward of its own (a hook's), which would bypass "
+                f"the forward of the model's layer {name} was replaced, such as by a hook, which would bypass "
                 "the quantizers; remove the hook before load"
             )
         names = quantized.operands(layer)

@@ -391,8 +391,8 @@ def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
             raise CheckpointError(f"the checkpoint's module {shown} is a {owner.type}, the model's is a {cls.__name__}")
         if bypasses_class(modules[path]):
             raise CheckpointError(
-                f"the model's module {shown} has a forward of its own (a hook's), which would bypass the "
-                "quantizers of its functions; remove the hook before load"
+                f"the forward of the model's module {shown} was replaced, such as by a hook, which would bypass "
+                "the quantizers of its functions; remove the hook before load"
             )
         steps = (*owner.steps, *functions_of(owner.training_keys or ()))
         unknown = sorted({*steps} - {*SITE_FUNCTIONS}) or sorted({*owner.sites} - {*site_keys(tuple(owner.steps))})

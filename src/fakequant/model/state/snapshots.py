@@ -511,7 +511,7 @@ def decoded(name: str, folder: Path) -> QuantizedState:
         raise
     except Exception as error:  # of code that reads damaged files: any
         raise CheckpointError(
-            f"{folder} is no {name}, or it is damaged: its decode raised {type(error).__name__}: {error}"
+            f"{folder} is not in the format {name}, or it is damaged: its decode raised {type(error).__name__}: {error}"
         ) from error
 
 

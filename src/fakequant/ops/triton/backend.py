@@ -92,7 +92,9 @@ class TritonBackend(Backend):
         names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
         if not any(shutil.which(name) for name in names):
             what = (
-                f"CC is {names[0]!r}, which is no program" if "CC" in os.environ else "there is neither gcc nor clang"
+                f"CC is {names[0]!r}, which is not a program"
+                if "CC" in os.environ
+                else "there is neither gcc nor clang"
             )
             return f"triton needs a C compiler, and {what}; install one, or name it in CC"
         scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
