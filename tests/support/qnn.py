@@ -61,7 +61,7 @@ class Forks(nn.Module):
         x = self.first(x)
         x = x.relu() + torch.clamp(self.second(x), -0.3, 0.4)
         y = self.third(torch.clamp(x, min=-0.2))
-        return (x - y.clamp(min=0.0)).clamp(0.1, 0.8) + (x * y).relu()
+        return (x - y.clamp(min=0)).clamp(0.1, 0.8) + (x * y).relu()
 
 
 class Gates(nn.Module):

@@ -47,7 +47,7 @@ from fakequant.text import module_name
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
-_CLIPS = ("Clip", "Max", "Min", "Relu")
+_CLIPS = ("Clip", "Relu")
 _BEFORE_CLIPS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add")
 """Operators whose results need no Clip in front of a quantizer whose codes end at the same bounds.
 
@@ -88,8 +88,10 @@ def lower(
     equal: dict[tuple[Any, ...], SiteRecord] = {}
     renamed: dict[str, str] = {}
     outputs = {output.name for output in model.graph.output}
-    # Files of the standard style become float files beside encodings, which need every Clip.
-    idle = _idle_clips(editor, outputs) if style is Style.PORTABLE else {}
+    idle: dict[str, list[float]] = {}
+    if style is Style.PORTABLE:  # files of the standard style become float files beside encodings: they need all Clips
+        _write_clips(editor)
+        idle = _idle_clips(editor, outputs)
 
     def in_loop(node: NodeProto, path: str) -> tuple[list[NodeProto], SiteRecord]:
         site = _site(editor, node, path, style)
@@ -158,6 +160,23 @@ def _identity(site: EmittedSite) -> tuple[Any, ...]:
     return (site.x, str(site.spec), *values)
 
 
+def _write_clips(editor: GraphEditor) -> None:
+    """Write Max and Min of a quantized tensor, or of a product, and a constant number as Clip, in place.
+
+    torch writes a clamp with one bound that is an integer so, and QNN starts no file with such a Max or Min. Other
+    tensors may hold inf, which Clip makes finite.
+    """
+    makers = {name: node for node in editor.graph.node for name in node.output}
+    for node in editor.graph.node:
+        if node.op_type not in ("Max", "Min") or len(node.input) != 2 or not editor.is_constant(node.input[1]):
+            continue
+        (x, bound), maker = node.input, makers.get(node.input[0])
+        is_finite = maker is not None and (maker.domain == DOMAIN or maker.op_type in _BEFORE_CLIPS)
+        if is_finite and editor.tensor(bound).dim() == 0:
+            node.input[:] = [x, bound] if node.op_type == "Max" else [x, "", bound]
+            node.op_type = "Clip"
+
+
 def _idle_clips(editor: GraphEditor, outputs: set[str]) -> dict[str, list[float]]:
     """The bounds of each Clip that can be left out, by its result and by what only moves the elements of its result.
 
@@ -187,11 +206,8 @@ def _idle_clips(editor: GraphEditor, outputs: set[str]) -> dict[str, list[float]
 
 
 def _idle_bounds(editor: GraphEditor, clip: NodeProto, quantizer: NodeProto) -> list[float]:
-    """The bounds of a Clip if the codes of a quantizer end at the same bounds; else empty.
-
-    torch writes a clamp with one bound that is an integer as Max or Min.
-    """
-    names = (*clip.input[1:], "", "")[:2] if clip.op_type != "Min" else ("", *clip.input[1:])
+    """The bounds of a Clip if the codes of a quantizer end at the same bounds; else empty."""
+    names = (*clip.input[1:], "", "")[:2]
     if quantizer.domain != DOMAIN or not all(map(editor.is_constant, filter(None, names))):
         return []
     params, spec = _constants(editor, quantizer), _spec(quantizer)
