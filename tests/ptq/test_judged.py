@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import ConfigError
+from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.run.outputs import OutputDistance
 from tests.support.bits import assert_same_bits, assert_same_state
 from tests.support.functional_models import Calls
@@ -95,6 +95,21 @@ def test_batches_that_judge_are_the_given_ones(work: Any) -> None:
     assert found.remaining_error < 0.9
     with pytest.raises(ConfigError, match="give a list"):
         work(model, given, *blocks, judge=judge[0])
+
+
+def test_an_output_that_is_nan_judges_nothing() -> None:
+    """The second of three batches judges."""
+    _, model, given = ready("tanh", "INT8", 0, rows=128)
+    for number, named in enumerate(("0, batch 1: an input holds NaN", None, "0, batch 3: an input holds NaN")):
+        damaged = [x * torch.nan if place == number else x for place, x in enumerate(given)]
+        if named is not None:
+            with pytest.raises(CalibrationError, match=named):
+                fq.ptq.improve(model, damaged, "fast", progress=False)
+            continue
+        found = fq.ptq.improve(copy.deepcopy(model), damaged, "fast", progress=False)
+        assert found.before is None
+        assert any("not measured: all values of the output are NaN or 0" in note for note in found.notes)
+        assert found.remaining_error_of_layers < 1
 
 
 def test_layers_that_help_stay_where_others_do_not() -> None:

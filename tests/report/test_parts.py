@@ -11,6 +11,7 @@ from torch import nn
 
 from fakequant.calibration import make_calibrator
 from fakequant.model import presets
+from fakequant.model.engine import known_engines
 from fakequant.model.prepare import prepare
 from fakequant.report import Size, distributions, environment, layers_left, sizes
 
@@ -86,6 +87,8 @@ def test_environment_names_versions_and_why_a_backend_cannot_serve(monkeypatch: 
     assert found["backend cpu"] == "not available: no kernels here"
     assert found["backend reference"] == "available"
     assert found["C++ compiler"] == "none found"
+    assert {f"engine {engine.name}" for engine in known_engines().values()} <= {*found}
+    assert found["engine tensorrt"] == "no Python package runs its files"
 
 
 def test_environment_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ NO_BFLOAT16 = "ONNX Runtime has no bfloat16 kernels on the CPU: export the model
 
 
 class Watch:
-    """A copy of a model that also outputs intermediate tensors; `tensors` converts its outputs to torch tensors."""
+    """A copy of a model that also outputs intermediate tensors; `arrays` and `tensors` convert inputs and outputs."""
 
     def __init__(self, model: ModelProto, watched: Sequence[str]) -> None:
         from onnx import ModelProto, TensorProto, helper
@@ -41,6 +41,35 @@ class Watch:
                 self.model.graph.node.append(helper.make_node("Cast", [name], [alias], to=kind))
             self.model.graph.output.append(helper.make_tensor_value_info(alias, kind, None))
             self.names.append(alias)
+
+    def arrays(self, inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        """Convert the inputs of the model to numpy arrays.
+
+        Raises:
+            VerificationError: a tensor is bfloat16, or has another dtype or shape than the file takes.
+        """
+        from onnx import helper
+
+        if any(value.dtype == torch.bfloat16 for value in inputs.values()):
+            raise VerificationError(f"numpy has no bfloat16, and {NO_BFLOAT16}")
+        arrays = {name: value.detach().cpu().contiguous().numpy() for name, value in inputs.items()}
+        kinds = {value.name: value.type.tensor_type for value in self.model.graph.input}
+        for name, array in arrays.items():
+            kind = kinds[name]
+            expected = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
+            expected = expected if kind.HasField("shape") else [None] * array.ndim
+            fits = len(expected) == array.ndim and all(
+                n in (None, m) for n, m in zip(expected, array.shape, strict=True)
+            )
+            dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
+            if not fits or array.dtype != dtype:
+                shape = ["any" if n is None else n for n in expected]
+                longer = ", or export with dynamic_shapes= for other lengths" if array.dtype == dtype else ""
+                raise VerificationError(
+                    f"the input {name} is {array.dtype} {list(array.shape)}, but the file takes {dtype} {shape}; pass "
+                    f"batches of the same form as the example{longer}"
+                )
+        return arrays
 
     def tensors(self, inputs: Mapping[str, Tensor], arrays: Sequence[np.ndarray]) -> dict[str, Tensor]:
         """Return inputs, outputs and watched tensors by name, from arrays in the order of `names`."""
@@ -107,22 +136,12 @@ class Session:
         Raises:
             VerificationError: the inputs do not fit the model, or ONNX Runtime fails, with its message.
         """
+        arrays = self._watch.arrays(inputs)
         try:
-            arrays = self._session.run(self._watch.names, as_arrays(inputs))
+            found = self._session.run(self._watch.names, arrays)
         except _errors() as error:
             raise VerificationError(f"ONNX Runtime cannot run it: {first_line(error)}") from error
-        return self._watch.tensors(inputs, [np.asarray(array) for array in arrays])
-
-
-def as_arrays(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Convert tensors to numpy arrays.
-
-    Raises:
-        VerificationError: a tensor is bfloat16.
-    """
-    if any(value.dtype == torch.bfloat16 for value in inputs.values()):
-        raise VerificationError(f"numpy has no bfloat16, and {NO_BFLOAT16}")
-    return {name: value.detach().cpu().contiguous().numpy() for name, value in inputs.items()}
+        return self._watch.tensors(inputs, [np.asarray(array) for array in found])
 
 
 def element_types(model: ModelProto) -> dict[str, int]:

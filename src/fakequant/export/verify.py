@@ -38,7 +38,7 @@ from fakequant.export.inputs import (
     tensors_of,
     unread_inputs,
 )
-from fakequant.export.verdict import Session, VerifyReport, Watch, add_rows, as_arrays, first_line
+from fakequant.export.verdict import Session, VerifyReport, Watch, add_rows, first_line
 from fakequant.files import check_path
 from fakequant.model.run.tracing import separate
 from fakequant.model.weights import evaluating
@@ -112,7 +112,6 @@ class Evaluator:
         self._watch = Watch(model, watched)
         self.outputs = self._watch.outputs
         self.name = f"the ReferenceEvaluator of onnx {onnx.__version__}"
-        self._inputs = {value.name: value for value in model.graph.input}
         try:
             self._evaluator = ReferenceEvaluator(self._watch.model, new_ops=list(OPERATORS))
         except _ERRORS as error:
@@ -124,23 +123,7 @@ class Evaluator:
         Raises:
             VerificationError: the inputs do not fit the model, or the evaluator fails, with its message.
         """
-        from onnx import helper
-
-        arrays = as_arrays(inputs)
-        for name, array in arrays.items():  # the evaluator does not check them
-            kind = self._inputs[name].type.tensor_type
-            expected = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
-            expected = expected if kind.HasField("shape") else [None] * array.ndim
-            fits = len(expected) == array.ndim and all(
-                n in (None, m) for n, m in zip(expected, array.shape, strict=True)
-            )
-            dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
-            if not fits or array.dtype != dtype:
-                shape = ["any" if n is None else n for n in expected]
-                raise VerificationError(
-                    f"the input {name} is {array.dtype} {list(array.shape)}, but the file takes {dtype} {shape}; pass "
-                    "batches of the same form as the example"
-                )
+        arrays = self._watch.arrays(inputs)
         try:
             # Overflow, inf and NaN are part of the test data.
             with np.errstate(all="ignore"):

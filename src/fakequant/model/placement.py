@@ -30,6 +30,7 @@ from fakequant.nn.sites import OF_LAYERS
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
 from fakequant.restore import restore_after, structure_of
+from fakequant.text import listed, module_name
 
 
 class FixedRange(NamedTuple):
@@ -286,11 +287,15 @@ class _Planner:
 
     def place(self) -> Placement:
         """The quantizers of all candidates and layers."""
+        without = list[str]()
         for path, rule in self.layers.items():
             calls = self.flow.of_owner.get(path, [])
             called = {call.function for call in calls}
-            if self._is_unfit(value for call in calls for value in call.operands.values()):
+            read = [value for call in calls for value in call.operands.values()]
+            if self._is_unfit(read):
                 self.layers[path] = _without_input(rule)
+                if rule.input is not None and any(math.isnan(self.flow.recording.values[value].size) for value in read):
+                    without.append(module_name(path))
             if called and called <= self.target.keeps | set(SITE_FUNCTIONS) and not called & self.target.inputs:
                 self.layers[path] = replace(rule, input=None, weight=None, gradient=None)
         self._inputs()
@@ -303,7 +308,12 @@ class _Planner:
         self._share()
         self._outputs()
         notes, name = [], self.target.name
-        norms = [c for c in self.flow.calls if c.function == "batch_norm" and self._is_of_product(c.inputs[0], ())]
+        if without:  # inf may be meant, as for experts that are not chosen
+            notes.append(
+                f"in the run of the example the inputs of {listed(without)} hold NaN, so that they stay in float; give "
+                "an example without NaN, or correct the layer that makes it"
+            )
+        norms = {c.site for c in self.flow.calls if c.function == "batch_norm" and self._is_of_product(c.inputs[0], ())}
         if norms and not self.target.folds_norms:
             follow = f"{len(norms)} batch normalisations follow" if len(norms) > 1 else "a batch normalisation follows"
             notes.append(

@@ -113,6 +113,8 @@ class OutputJudge:
                 why_not = "the model returns no floats"
             elif not math.isfinite(errors.distance.mean):
                 why_not = "it was NaN or infinite before"
+            elif errors.distance.is_silent:  # NaN in float and quantized counts as no error
+                why_not = "all values of the output are NaN or 0 on the batches that judge"
         self._why_not = next(filter(None, processes.all(why_not)), None)
         self._before = self._now = self._measured(errors)
         if metric is not None and self._before.score != self._before.score:

@@ -84,13 +84,12 @@ def environment() -> dict[str, str]:
         except PackageNotFoundError:
             values[package] = "not installed" if package != "fakequant" else "from source, not installed"
     for engine in dict.fromkeys(known_engines().values()):
-        if engine.packages:
-            found = list[str]()
-            for package in engine.packages:
-                with suppress(PackageNotFoundError):
-                    found.append(f"{package} {version(package)}")
-            missing = f"not installed: pip install {engine.packages[0]}"
-            values[f"engine {engine.name}"] = ", ".join(found) or missing
+        found = list[str]()
+        for package in engine.packages:
+            with suppress(PackageNotFoundError):
+                found.append(f"{package} {version(package)}")
+        missing = [f"not installed: pip install {package}" for package in engine.packages[:1]]
+        values[f"engine {engine.name}"] = ", ".join(found or missing) or "no Python package runs its files"
     reasons = {f"backend {backend.name}": backend.unavailable() for backend in backends()}
     # Without VNNI, ONNX Runtime's integer sums saturate, too.
     reasons["integer convolutions"] = convolution_unavailable("cpu")

@@ -12,6 +12,7 @@ import fakequant as fq
 from fakequant.errors import CoverageWarning, FusionWarning
 from tests.support.bits import assert_same_bits
 from tests.support.engines import Computed, by_onnxruntime, by_openvino
+from tests.support.functional_models import Calls
 from tests.support.placed_models import IDS, IMAGE, MODELS, resnet
 
 SLOW = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mobilenet", "densenet", "vit", "bert")]
@@ -75,6 +76,24 @@ def test_norms_that_keep_products_in_float_are_told() -> None:
     ]
     with warnings.catch_warnings(action="error", category=CoverageWarning):
         prepared("resnet", "openvino", "INT8", fused=False)  # which folds them
+
+
+def test_norms_of_a_part_that_is_called_twice_count_once() -> None:
+    body = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
+    model = Calls(lambda m, x: m.body(x) + m.body(-x), body=body).eval()
+    with pytest.warns(CoverageWarning, match="^a batch normalisation follows"):
+        fq.prepare(model, "INT8_AFFINE", IMAGE, target="onnxruntime")
+
+
+def test_inputs_that_are_nan_in_the_example_are_told() -> None:
+    with pytest.warns(CoverageWarning, match=r"the inputs of 0, 2 hold NaN, so that they stay in float; give an exam"):
+        model = fq.prepare(
+            nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU(), nn.Conv2d(3, 3, 3)),
+            "INT8_AFFINE",
+            IMAGE * torch.nan,
+            target="onnxruntime",
+        )
+    assert model[0].input_quantizer is None
 
 
 def test_norms_that_are_trained_folded_leave_all_products_on_integers(tmp_path: Path) -> None:
