@@ -167,24 +167,27 @@ def _to_encode(x: Tensor, params: QParams, spec: QuantSpec) -> _Blocked:
 
 
 def _encode(b: _Blocked, spec: QuantSpec) -> Codes:
-    x, scale, zero_point = b.x, b.scale, b.zero_point
+    scaled = _scaled(b, spec)
+    unclamped = spec.format.round(scaled) if b.words is None else spec.format.round_stochastically(scaled, b.words)
+    if spec.offset is None and b.zero_point is not None:
+        unclamped = unclamped + b.zero_point
+    return Codes(scaled, unclamped, spec.format.clamp(unclamped))
+
+
+def _scaled(b: _Blocked, spec: QuantSpec) -> Tensor:
+    x, scale = b.x, b.scale
     if spec.scale.is_exact:
         # Under a scale of 0 all values are 0, by whichever code; a quotient would be NaN.
         scale = torch.where(scale == 0, torch.finfo(scale.dtype).max, scale)
-    if spec.offset is not None and zero_point is not None:
-        x, zero_point = x + zero_point, None
+    if spec.offset is not None and b.zero_point is not None:
+        x = x + b.zero_point
     if spec.arithmetic is Arithmetic.DIVIDE:
-        scaled = divide(x, scale)
-    elif spec.arithmetic is Arithmetic.RECIPROCAL:
-        scaled = x * reciprocal(scale)
-    elif spec.arithmetic is Arithmetic.MULTIPLIER:
-        scaled = x * scale
-    else:
-        scaled = x * _multiplier_and_step(scale, spec)[0]
-    unclamped = spec.format.round(scaled) if b.words is None else spec.format.round_stochastically(scaled, b.words)
-    if zero_point is not None:
-        unclamped = unclamped + zero_point
-    return Codes(scaled, unclamped, spec.format.clamp(unclamped))
+        return divide(x, scale)
+    if spec.arithmetic is Arithmetic.RECIPROCAL:
+        return x * reciprocal(scale)
+    if spec.arithmetic is Arithmetic.MULTIPLIER:
+        return x * scale
+    return x * _multiplier_and_step(scale, spec)[0]
 
 
 def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Tensor:
@@ -326,6 +329,11 @@ def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """The codes of x in the format's storage dtype; NaN has no integer code and becomes quant_min (ONNX Runtime)."""
     codes = _encode(_to_encode(x, params, spec), spec).clamped
     return spec.format.to_storage(unblocked(codes, x.shape, spec.granularity.block_shape(x.shape)))
+
+
+def scaled(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
+    """x in units of codes, before rounding [shape of x], in the dtype of computation."""
+    return unblocked(_scaled(_to_encode(x, params, spec), spec), x.shape, spec.granularity.block_shape(x.shape))
 
 
 def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:

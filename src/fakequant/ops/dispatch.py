@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd import forward_ad
 
 from fakequant.errors import ConfigError
 from fakequant.numerics import division, reference
+from fakequant.numerics.formats.floats import FloatFormat
 from fakequant.numerics.qparams import FLOATING, PLAIN, QParams, is_plain_eager
 from fakequant.numerics.spec import QuantSpec, Rounding
 
@@ -44,7 +46,9 @@ class ReferenceKernels(Kernels):
         return reference.grad_input(dy, torch.empty_like(dy, dtype=torch.bool).copy_(unpack_bits(mask, dy.shape)))
 
     def encode(self, x: Tensor, params: QParams) -> tuple[Tensor, bool | Tensor]:
-        return encode_in_parts(x, params, self.spec), x.isnan().any()
+        # A sum is finite only where all values are: it takes a tenth of the time, and is no answer where it overflows.
+        has_nan = False if x.is_cpu and bool(x.sum().isfinite()) else x.isnan().any()
+        return encode_in_parts(x, params, self.spec), has_nan
 
     def decode(self, codes: Tensor, params: QParams) -> Tensor:
         return reference.dequantize(codes, params, self.spec, self.kind.dtype)
@@ -52,15 +56,44 @@ class ReferenceKernels(Kernels):
 
 def encode_in_parts(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """`reference.quantize` in parts of the tensor: the whole needs 30 bytes more per element, and 5 times the time."""
-    if spec.rounding is Rounding.STOCHASTIC or not x.is_cpu or x.numel() <= reference.PART:
+    if spec.rounding is Rounding.STOCHASTIC or not x.is_cpu:
         return reference.quantize(x, params, spec)
+    if x.numel() <= reference.PART:
+        return _encoded(x, params, spec)
     codes, given = (
         torch.empty(x.shape, dtype=spec.format.storage, device="cpu"),
         [one for one in params[:2] if one is not None],
     )
     for (part, own), some in reference.divided(spec, [x, codes], given, with_shared=True):
-        own.copy_(reference.quantize(part, QParams(some[0], some[1] if some[1:] else None), spec))
+        own.copy_(_encoded(part, QParams(some[0], some[1] if some[1:] else None), spec))
     return codes
+
+
+def _encoded(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
+    """`reference.quantize`, in a fifth of its time for floats of up to 8 bits.
+
+    A kernel rounds x in units of codes. A table has the codes of all bfloat16 numbers, in which the rounded are exact.
+    """
+    fmt = spec.format
+    if not isinstance(fmt, FloatFormat) or fmt.bits > 8 or x.dtype == torch.float64:
+        return reference.quantize(x, params, spec)
+    numbers = reference.scaled(x, params, spec)
+    plan = plan_of(numbers, QuantSpec(fmt), _ONE)
+    assert plan is not None, "every backend has a plan for values"
+    rounded = plan.values(numbers, _ONE, None, plan.descriptor)
+    assert rounded is not None, "a scale of 1 is valid"
+    places = rounded.to(torch.bfloat16).view(torch.uint16).to(torch.int32)
+    return _patterns(fmt).index_select(0, places.flatten()).view(x.shape).view(fmt.storage)
+
+
+_ONE = torch.ones((), device="cpu")
+
+
+@lru_cache(maxsize=64)
+def _patterns(fmt: FloatFormat) -> Tensor:
+    """The codes of all bfloat16 numbers [65536], by the bits of the numbers; uint8."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16).float()
+    return fmt.to_storage(fmt.clamp(fmt.round(numbers))).view(torch.uint8)
 
 
 class ReferenceBackend(Backend):
