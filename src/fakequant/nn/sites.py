@@ -163,20 +163,9 @@ class Site(Watched, Trained):
         for name, quantizer in quantizers.items():
             self.add_module(name, quantizer)
 
-    def call(self, mode: SiteMode, called: CalledAs, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the function with quantized operands, inside the `forward` of an owner, and return its result."""
-        args, kwargs = list(args), dict(kwargs)
-        out = kwargs.pop("out", None)
-        places = [place for place in places_of(called, args, kwargs) if is_operand(place[1][place[2]])]
-        names = tuple([name for name, _, _ in places])
-        if names != self.operands:
-            raise SiteError(
-                f"{module_name(mode.sites.owner)}: a call of {self.function} has other operands than planned: float "
-                f"tensors are {', '.join(names) or 'none'}, planned were {', '.join(self.operands)}. Run the model as "
-                "with the example that was given to fakequant.prepare, or prepare it with an example that takes this "
-                "path"
-            )
-        for name, holder, key in places:  # the scales of a planned parameter would not fit another one
+    def _check_parameters(self, mode: SiteMode, places: Sequence[tuple[str, Any, Any]]) -> None:
+        """Raise SiteError if a call reads another parameter than planned, whose values the scales do not fit."""
+        for name, holder, key in places:
             path = self.weights.get(name)
             if path is not None and isinstance(found := holder[key], nn.Parameter):
                 inner, _, attribute = path.rpartition(".")
@@ -190,6 +179,21 @@ class Site(Watched, Trained):
                         "in the same order. Move each branch into a separate module, or leave the function in float "
                         "by a rule"
                     )
+
+    def call(self, mode: SiteMode, called: CalledAs, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the function with quantized operands, inside the `forward` of an owner, and return its result."""
+        args, kwargs = list(args), dict(kwargs)
+        out = kwargs.pop("out", None)
+        places = [place for place in places_of(called, args, kwargs) if is_operand(place[1][place[2]])]
+        names = tuple([name for name, _, _ in places])
+        if names != self.operands:
+            raise SiteError(
+                f"{module_name(mode.sites.owner)}: a call of {self.function} has other operands than planned: float "
+                f"tensors are {', '.join(names) or 'none'}, planned were {', '.join(self.operands)}. Run the model as "
+                "with the example that was given to fakequant.prepare, or prepare it with an example that takes this "
+                "path"
+            )
+        self._check_parameters(mode, places)
         if self.is_watched:
             self.show({name: holder[key] for name, holder, key in places}, tuple(args), dict(kwargs))
         written = _first(args, kwargs) if called.writes(args, kwargs) else None
