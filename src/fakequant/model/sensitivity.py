@@ -279,7 +279,7 @@ def sensitivity(
 
     Raises:
         ConfigError: `each` is unknown; the model has no quantized layers; `batches` is a tensor; or, with the default
-            metric, there was no batch or the model's output holds no float tensor.
+            metric, there was no batch, or the model's output holds no float tensor, or only NaN and 0.
         CalibrationError: the model failed on a batch.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), presets.INT8.with_rule(Rule("1")))
@@ -358,6 +358,8 @@ def _output_distances(model: nn.Module, batches: Batches, held: dict[str, list[Q
             "the model's float outputs are empty: the batches hold no rows, or the model, such as a detector, found "
             "nothing in them; give other batches, or metric="
         )
+    if all(distance.is_silent for distance in distances.values()):  # errors of NaN would count as 0
+        raise ConfigError("all values of the model's float outputs are NaN or 0; give other batches, or metric=")
     return distances
 
 

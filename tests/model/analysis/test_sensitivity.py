@@ -255,3 +255,11 @@ def test_skip_names_calls_that_are_there(tmp_path: Path) -> None:
     fq.calibrate(model, [x])
     fq.export_onnx(model, x, tmp_path / "m.onnx")
     assert fq.verify_onnx(tmp_path / "m.onnx", model).exact
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.0])
+def test_outputs_that_are_nan_or_0_have_no_errors_to_measure(value: float) -> None:
+    model = fq.prepare(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)), "int8")
+    fq.calibrate(model, [torch.randn(4, 8)], progress=False)
+    with pytest.raises(ConfigError, match="all values of the model's float outputs are NaN or 0; give other batches"):
+        fq.sensitivity(model, [torch.full((4, 8), value)], progress=False)
