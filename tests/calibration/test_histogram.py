@@ -221,7 +221,7 @@ def test_states_that_no_data_gives_are_refused_and_nothing_is_replaced(name, lie
     calibrator = counter(spec="int8 per_channel(0)")
     calibrator.observe(torch.randn(2, 100))
     before = calibrator.state_dict()
-    with pytest.raises(CalibrationError, match=r"a calibrator state with .*expected"):
+    with pytest.raises(CalibrationError, match=r"calibrator.* state .*expected"):
         calibrator.load_state_dict(before | {name: lie(before[name])})
     after = calibrator.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)

@@ -19,7 +19,7 @@ from tests.support.integer_models import assert_integer, hostile, prepared
 from tests.support.processor import why_sums_saturate
 
 REASONS = {
-    "float8": (nn.Linear(4, 4), "float8_e4m3fn", "int8", "no integers"),
+    "float8": (nn.Linear(4, 4), "float8_e4m3fn", "int8", "are not integers"),
     "float_input": (nn.Linear(4, 4), None, "int8", "input is in float"),
     "float_weight": (nn.Linear(4, 4), "int8", None, "weight is in float"),
     "int16": (nn.Linear(4, 4), "int16", "int8", "do not fit 8 bits"),
