@@ -101,13 +101,12 @@ def _dtype(fmt: Format) -> str:
 
 
 def readme() -> str:
-    """The front page with its table of engines written anew: one row for each page of an engine."""
-    rows = {}
-    for engine in dict.fromkeys(known_engines().values()):
-        if engine.page not in rows:
-            title = ENGINES_PAGE.with_name(f"{engine.page}.md").read_text().partition("\n")[0].removeprefix("# ")
-            rows[engine.page] = f"| [{title}](docs/engines/{engine.page}.md) | {engine.bound} |"
-    return _with_table(README, ["| engine | its results, beside the simulation |", "|---|---|", *rows.values()])
+    """The front page with its line of engines written anew: a link to each page of an engine."""
+    links = []
+    for page in dict.fromkeys(engine.page for engine in known_engines().values() if engine.page):
+        title = ENGINES_PAGE.with_name(f"{page}.md").read_text().partition("\n")[0].removeprefix("# ")
+        links.append(f"[{title}](docs/engines/{page}.md)")
+    return _with_table(README, [f"{'; '.join(links)}."])
 
 
 def _with_table(page: Path, rows: list[str], begin: str = ENGINES_BEGIN, end: str = ENGINES_END) -> str:

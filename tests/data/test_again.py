@@ -281,3 +281,14 @@ def test_a_batch_on_another_device_is_named(model: nn.Module, x: Tensor) -> None
         Batches([x], "test").kept().run_first(model)
     with pytest.raises(ConfigError, match=where):
         example_arguments(x).run(model)
+
+
+@pytest.mark.parametrize("execution", ["simulate", "auto", "qnn"])
+def test_quantized_layers_write_nothing_to_the_model(execution: str) -> None:
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    fq.calibrate(fq.prepare(model, "int8_affine", x, target="qnn"), [x], progress=False)
+    fq.set_execution(model, execution)
+    with unchanged(model) as values, torch.no_grad():
+        model(x)
+    assert values.changed.names == []

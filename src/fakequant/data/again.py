@@ -117,20 +117,18 @@ class Values:
         """Store the value of an object, and return the objects in it, with their names."""
         if isinstance(one, tuple):
             return [(path, item) for item in one]
-        # Most objects are dicts of modules; to ask for a generator calls Python, 0.5 us.
-        is_value = not isinstance(one, dict) and isinstance(one, _VALUES)
-        held = one if is_value else _contents_of(one)
-        if is_value and not self._tensors:
+        held = one if isinstance(one, _VALUES) else _contents_of(one)
+        if isinstance(held, _VALUES) and not self._tensors:
             return []
         if held is None or (value := _captured(held, None)) is None:
             return []
         self._held.append((path, held, value))
         if isinstance(one, nn.Module):  # a lazy one gets another class
             self._held.append((path, one, type(one)))
-        if isinstance(held, dict):
-            return [(_joined(path, key), item) for key, item in held.items()]
         if isinstance(held, _VALUES):
             return []
+        if isinstance(held, dict):
+            return [(_joined(path, key), item) for key, item in held.items()]
         return [(path, item) for item in held]
 
     def changes(self) -> Changes:
@@ -191,14 +189,14 @@ def _contents_of(one: Any) -> Any:
 
 def _captured(one: Any, keys: tuple[Any, ...] | None) -> Any:
     """The value of a tensor or array, the state of a generator, or the items of a container (at `keys`); else None."""
-    if isinstance(one, dict):
-        return dict(one) if keys is None else {key: one[key] for key in keys if key in one}
     if isinstance(one, nn.Module):
         return type(one)
     if isinstance(one, torch.Generator):
         return one.get_state()
     if isinstance(one, np.ndarray):
         return one.copy() if type(one) is np.ndarray and one.dtype != object else None  # a memory map may be a disk
+    if isinstance(one, dict):
+        return dict(one) if keys is None else {key: one[key] for key in keys if key in one}
     if not isinstance(one, Tensor):
         return [*one]
     if one.is_meta or is_lazy(one) or one.layout is not torch.strided or one.is_nested or one.is_quantized:
@@ -208,8 +206,6 @@ def _captured(one: Any, keys: tuple[Any, ...] | None) -> Any:
 
 def _is_same(one: Any, value: Any) -> bool | Tensor:
     """Whether an object still has the value from `_captured`, as a bool or as a tensor for `read_flags`."""
-    if isinstance(one, dict):
-        return len(one) == len(value) and not _written_keys(one, value)
     if isinstance(one, nn.Module):
         return type(one) is value
     if isinstance(one, torch.Generator):
@@ -219,12 +215,12 @@ def _is_same(one: Any, value: Any) -> bool | Tensor:
     if isinstance(one, Tensor):
         bits = bits_of(one, value)
         return bits is not None and are_equal(*bits)
-    return len(one) == len(value) and all(map(_is_same_item, one, value))
+    return len(one) == len(value) and (
+        not _written_keys(one, value) if isinstance(one, dict) else all(map(_is_same_item, one, value))
+    )
 
 
 def _written_keys(one: dict[Any, Any], value: dict[Any, Any]) -> tuple[Any, ...]:
-    if not one and not value:  # as most dicts of hooks are
-        return ()
     gone = [key for key in value if key not in one]
     return tuple(gone + [key for key, item in one.items() if not _is_same_item(value.get(key, _MISSING), item)])
 

@@ -469,6 +469,8 @@ class VerifyReport:
         differing = f": {self.differing:,} elements differ" if self.differing else ""
         verdict = "exact" if self.exact and not self.faults else f"NOT exact{differing}"
         lines = [f"{self.path}: {verdict} in {self.runtime}; {self.counted}: {self.inputs}"]
+        if nan := sum(row.nan_inputs for row in self.rows if row.differing):
+            lines.append(f"{nan:,} NaN reached quantizers, and have no integer code; give batches without NaN")
         lines += self.faults
         lines += self.not_run
         lines += [f"against torch, {row}" for row in self.outputs]

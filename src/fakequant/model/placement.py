@@ -8,6 +8,7 @@ product.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape
@@ -313,13 +314,20 @@ class _Planner:
                 f"in the run of the example the inputs of {listed(without)} hold NaN, so that they stay in float; give "
                 "an example without NaN, or correct the layer that makes it"
             )
-        norms = {c.site for c in self.flow.calls if c.function == "batch_norm" and self._is_of_product(c.inputs[0], ())}
+        norms = Counter(
+            c.site for c in self.flow.calls if c.function == "batch_norm" and self._is_of_product(c.inputs[0], ())
+        )
         if norms and not self.target.folds_norms:
             follow = f"{len(norms)} batch normalisations follow" if len(norms) > 1 else "a batch normalisation follows"
-            notes.append(
-                f"{follow} products with quantized weights, so that {name} computes both in float; call "
-                "fakequant.fuse_batch_norm(model, example) before prepare, or to train them, "
+            ways = [
+                "call fakequant.fuse_batch_norm(model, example) before prepare, or to train them, "
                 "fakequant.qat.fold_batch_norm(model, example) after it"
+            ]
+            if repeated := sum(calls > 1 for calls in norms.values()):  # these functions leave them
+                ways = ways if repeated < len(norms) else []
+                ways.append("a normalisation that is called several times stays: give each call a separate one")
+            notes.append(
+                f"{follow} products with quantized weights, so that {name} computes both in float; {'; '.join(ways)}"
             )
         wanted = self.target.symmetric
         specs = [rule.input.spec for rule in self.given.values() if rule.input is not None]

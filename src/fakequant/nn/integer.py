@@ -14,9 +14,10 @@ from functools import lru_cache
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fakequant.errors import ConfigError
@@ -110,7 +111,7 @@ def mixes_dtypes(x: Tensor, other: Tensor) -> bool:
 class Ready:
     """What a layer caches for integer products: the packed weight, or the reason why the layer is simulated.
 
-    Without the cache, its Python code costs as much as encoding thousands of elements. Copies and pickles are None.
+    Without the cache, its Python code costs as much as encoding thousands of elements.
     """
 
     def __init__(self, state: tuple[Any, ...], reason: str | None, places: ConvParams) -> None:
@@ -118,8 +119,9 @@ class Ready:
         self.packed: PackedWeight | None = None
         """The packed weight of a convolution; its codes tell whether it is still valid."""
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+
+_READY: WeakKeyDictionary[nn.Module, Ready] = WeakKeyDictionary()
+"""By layer. As an attribute of the layer it would be a change of the model by each run, which is undone."""
 
 
 class IntegerProduct(ABC):
@@ -163,9 +165,9 @@ class IntegerProduct(ABC):
             *(q and (q.mode, q.spec, q.may_be_skipped) for q in quantizers),
             *self.depends_on(layer),
         )
-        ready = layer.__dict__.get("_ready")
+        ready = _READY.get(layer)
         if ready is None or ready.state != state:
-            ready = layer._ready = Ready(state, self.why_simulated(layer, layer.execution), self.places(layer))
+            ready = _READY[layer] = Ready(state, self.why_simulated(layer, layer.execution), self.places(layer))
         return ready
 
     def why_simulated(self, layer: Any, execution: Execution) -> str | None:

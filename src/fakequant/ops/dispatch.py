@@ -70,30 +70,30 @@ def encode_in_parts(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
 
 
 def _encoded(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """`reference.quantize`, in a fifth of its time for floats of up to 8 bits.
+    """`reference.quantize`, in a third to a fifth of its time for floats of up to 8 bits.
 
     A kernel rounds x in units of codes. A table has the codes of all bfloat16 numbers, in which the rounded are exact.
     """
     fmt = spec.format
     if not isinstance(fmt, FloatFormat) or fmt.bits > 8 or x.dtype == torch.float64:
         return reference.quantize(x, params, spec)
-    numbers = reference.scaled(x, params, spec)
-    plan = plan_of(numbers, QuantSpec(fmt), _ONE)
+    numbers, (of_codes, patterns) = reference.scaled(x, params, spec), _table_of(fmt)
+    plan = plan_of(numbers, of_codes, _ONE)
     assert plan is not None, "every backend has a plan for values"
     rounded = plan.values(numbers, _ONE, None, plan.descriptor)
     assert rounded is not None, "a scale of 1 is valid"
     places = rounded.to(torch.bfloat16).view(torch.uint16).to(torch.int32)
-    return _patterns(fmt).index_select(0, places.flatten()).view(x.shape).view(fmt.storage)
-
-
-_ONE = torch.ones((), device="cpu")
+    return patterns.index_select(0, places.flatten()).view(x.shape).view(fmt.storage)
 
 
 @lru_cache(maxsize=64)
-def _patterns(fmt: FloatFormat) -> Tensor:
-    """The codes of all bfloat16 numbers [65536], by the bits of the numbers; uint8."""
+def _table_of(fmt: FloatFormat) -> tuple[QuantSpec, Tensor]:
+    """A specification by which values under `_ONE` are codes, and the codes of all bfloat16 numbers [65536], uint8."""
     numbers = torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16).float()
-    return fmt.to_storage(fmt.clamp(fmt.round(numbers))).view(torch.uint8)
+    return QuantSpec(fmt), fmt.to_storage(fmt.clamp(fmt.round(numbers))).view(torch.uint8)
+
+
+_ONE = torch.ones((), device="cpu")
 
 
 class ReferenceBackend(Backend):

@@ -223,8 +223,8 @@ def measure(
 ) -> Measured:
     """Measure every quantizer on all batches, and every layer alone on examples of the first batch.
 
-    To measure a layer alone takes about half a run of the model. So only the first examples of the first batch are
-    used, enough for 65,536 values of the output, if the batch can be cut; `alone_on` says how many.
+    To measure a layer alone takes about half a run of the model. So if the first batch can be cut, only its first
+    examples are used, with at least 65,536 values of the output; `alone_on` says how many.
 
     Args:
         model: a calibrated model.

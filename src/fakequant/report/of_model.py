@@ -88,8 +88,9 @@ def environment() -> dict[str, str]:
         for package in engine.packages:
             with suppress(PackageNotFoundError):
                 found.append(f"{package} {version(package)}")
-        missing = [f"not installed: pip install {package}" for package in engine.packages[:1]]
-        values[f"engine {engine.name}"] = ", ".join(found or missing) or "no Python package runs its files"
+        if engine.packages and not found:
+            found.append(f"not installed: pip install {engine.packages[0]}")
+        values[f"engine {engine.name}"] = ", ".join(found) or "no Python package runs its files"
     reasons = {f"backend {backend.name}": backend.unavailable() for backend in backends()}
     # Without VNNI, ONNX Runtime's integer sums saturate, too.
     reasons["integer convolutions"] = convolution_unavailable("cpu")
@@ -140,8 +141,8 @@ def report(  # noqa: PLR0913  all but the first four by name
 ) -> Path:
     """Measure a model and write its report as one HTML file, and the figures as JSON beside it.
 
-    Each layer is also measured alone, which takes about half a run of the model for each layer: on the first examples
-    of the first batch, enough for 65,536 values of the output, if the batch can be cut. The page says how many. If
+    Each layer is also measured alone. This takes about half a run of the model for each layer. If the first batch can
+    be cut, its first examples are used, with at least 65,536 values of the output. The page says how many. If
     `set_execution` has set an engine, all figures are computed with the engine's arithmetic.
 
     The page advises a change that was tried: made with every second of the first eight batches, and judged by the error

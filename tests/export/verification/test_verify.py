@@ -129,6 +129,7 @@ def test_nan_inputs_are_counted(path: Path) -> None:
     report = verify_onnx(path, None, [x])
     assert (report.rows[0].nan_inputs, report.rows[0].differing) == (3, 3)
     assert "3 NaN in" in str(report)
+    assert "3 NaN reached quantizers, and have no integer code; give batches without NaN" in str(report)
 
 
 OTHER_MODELS = {

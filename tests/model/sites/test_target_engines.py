@@ -81,8 +81,11 @@ def test_norms_that_keep_products_in_float_are_told() -> None:
 def test_norms_of_a_part_that_is_called_twice_count_once() -> None:
     body = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
     model = Calls(lambda m, x: m.body(x) + m.body(-x), body=body).eval()
-    with pytest.warns(CoverageWarning, match="^a batch normalisation follows"):
+    with pytest.warns(CoverageWarning, match="^a batch normalisation follows") as caught:
         fq.prepare(model, "INT8_AFFINE", IMAGE, target="onnxruntime")
+    (text,) = [str(one.message) for one in caught if "follows" in str(one.message)]
+    assert "called several times stays" in text
+    assert "fuse_batch_norm" not in text  # which leaves it
 
 
 def test_inputs_that_are_nan_in_the_example_are_told() -> None:
