@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which this process may hold a shard. A proxy of torch.fx has any attribute."""
-    kind = type(tensor)
+    """Whether a tensor is a DTensor, of which this process may hold a shard."""
+    kind = type(tensor)  # the class is asked first, because a proxy of torch.fx has every attribute
     return kind not in (Tensor, nn.Parameter) and issubclass(kind, Tensor) and hasattr(tensor, "full_tensor")
 
 
@@ -42,7 +42,7 @@ def is_moved(model: nn.Module) -> bool:
 
 
 def first_sharded(model: nn.Module) -> str:
-    """The path of the first sharded parameter, or of the first `fully_shard` module, whose parameters may be whole."""
+    """The path of the first sharded parameter or, without any, of the first module of `fully_shard`; "" for neither."""
     names = (name for name, parameter in model.named_parameters() if is_sharded(parameter))
     modules = model.named_modules()
     roots = (module_name(path) for path, one in modules if _is_fully_sharded(one))
@@ -214,7 +214,11 @@ class Ranks:
         return [cast("Result", answer) for _, answer in answers]
 
     def same(self, value: str, what: str) -> None:
-        """Compare a value of all processes.
+        """Check that all processes have the same value.
+
+        Args:
+            value: the value of this process.
+            what: the verb and object of the message if they differ, such as "save different models".
 
         Raises:
             ConfigError: the values differ; see `error`.
@@ -240,7 +244,8 @@ class Ranks:
             if not all(has):
                 raise CalibrationError(
                     f"the process of rank {has.index(False)} has {count} batches, but others have more. The weights "
-                    "are sharded, and each call of the model needs all processes: give each process as many batches"
+                    "are sharded, and each call of the model needs all processes: give all processes equally many "
+                    "batches"
                 )
             count += 1
             yield cast("Result", item)
@@ -272,7 +277,7 @@ class Ranks:
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
-        """A context for another kind of exchange: its errors are raised in this process, and not sent to others."""
+        """A context for an exchange by other means: an error is raised in this process, and not sent to the others."""
         try:
             yield
         except BaseException:

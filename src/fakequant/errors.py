@@ -44,7 +44,7 @@ class UnsupportedDTypeError(DTypeError, NotImplementedError):
 
 
 class CallError(FakeQuantError, RuntimeError):
-    """A call that the emulated library (such as torch) also refuses with a RuntimeError."""
+    """A call that cannot be computed; also a RuntimeError, as torch raises for such calls."""
 
 
 class CalibrationError(FakeQuantError, RuntimeError):
@@ -56,17 +56,17 @@ class NoWeightError(FakeQuantError, AttributeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "a quantizer has no weight: torch's RowwiseParallel asks every module inside a layer for one, so call "
+            "a quantizer has no weight: torch's RowwiseParallel asks every module inside a layer for a weight, so call "
             "parallelize_module on the float model first, then fakequant.prepare and fakequant.calibrate"
         )
 
 
 class ConfigError(FakeQuantError, ValueError):
-    """A rule or configuration that matches nothing or contradicts itself."""
+    """An argument, a rule or a configuration that is wrong, contradicts another, or matches nothing."""
 
 
 class SiteError(FakeQuantError, RuntimeError):
-    """A module called functions in another order than `prepare` recorded, so that no quantizer belongs to the call."""
+    """A module called functions otherwise than `prepare` recorded, so that their quantizers do not fit the calls."""
 
 
 class CheckpointError(FakeQuantError, RuntimeError):
@@ -74,11 +74,11 @@ class CheckpointError(FakeQuantError, RuntimeError):
 
 
 class OutputError(FakeQuantError, OSError):
-    """A folder or file that cannot be written; raised before any work starts."""
+    """A folder or file that cannot be written; raised before the work starts if this is known then."""
 
 
 class ExportError(FakeQuantError, RuntimeError):
-    """A model that the target format cannot express; raised before any work starts."""
+    """A model that cannot be exported or delivered in a format, or a wrong option of such a call."""
 
 
 class GraphError(FakeQuantError, ValueError):
@@ -86,19 +86,19 @@ class GraphError(FakeQuantError, ValueError):
 
 
 class VerificationError(FakeQuantError, RuntimeError):
-    """A file that cannot be verified: fakequant did not write it, or it is damaged."""
+    """A file that cannot be verified, or whose engine does not load or run it."""
 
 
 class RecipeError(FakeQuantError, ValueError):
-    """A recipe file for the command line that lacks a required function."""
+    """A recipe, a folder of Hugging Face or an option that the command line cannot use."""
 
 
 class CalibrationWarning(UserWarning):
-    """Calibration left something in float, chose a default range, or did not merge the data of several processes."""
+    """A calibration or a measurement may not be what the user expects, for example because layers stay in float."""
 
 
 class StaleScaleWarning(UserWarning):
-    """Weights changed after their scales were set, so that they are clipped or quantized too coarsely."""
+    """Scales or fixed codes of weights no longer fit, for example because the weights changed after they were set."""
 
 
 class CoverageWarning(UserWarning):
@@ -158,7 +158,7 @@ def first_line(error: BaseException) -> str:
 
 
 def not_imported(error: ImportError) -> str:
-    """A text on an import that failed inside a package when it was first used: the first cause, and a cure."""
+    """The first cause of an import that failed inside an installed package, and a cure, as a text."""
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__

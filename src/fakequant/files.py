@@ -24,7 +24,7 @@ _TEMPORARY = (".fakequant-", ".tmp")
 """The prefix and suffix of temporary names, which omit the target's name: it may have the maximum length."""
 _LOCK = ".fakequant.lock"
 _WRITTEN = 1 << 18
-"""How many bytes are written at once: with more, Linux looks for large pages; 400 MB took up to 1.2 s, not 0.1."""
+"""Bytes that are written at once: with more, Linux looks for large pages, and 400 MB took up to 1.2 s, not 0.1 s."""
 
 
 def read_whole(path: Path) -> bytes:
@@ -39,7 +39,7 @@ def read_whole(path: Path) -> bytes:
 
 
 def check_path(path: Any, example: str, error: type[FakeQuantError] = OutputError) -> None:
-    """Raise an error if `path` is not a text and no `os.PathLike`, such as after swapped arguments.
+    """Raise an error if `path` is neither a text nor an `os.PathLike`, such as after swapped arguments.
 
     Args:
         example: a right call, for the message.
@@ -219,7 +219,7 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 
 @contextmanager
 def locked(folder: Path, name: str = _LOCK, *, wait: bool = True) -> Iterator[bool]:
-    """Lock a folder for one process at a time; yields whether the lock exists.
+    """A context that locks a folder for one process at a time; yields whether this system has locks.
 
     Args:
         folder: the folder, which must exist.

@@ -176,7 +176,7 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec | str, *, dtype: 
 
 
 def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
-    """The scale and zero point of every group of x, from the range of the group, in the shape [groups, axes kept].
+    """The scale and zero point of every group of x, from its range, in the shape [groups per axis].
 
     >>> choose_qparams(torch.tensor([-1.0, 0.5]), "int8").scale
     tensor([0.0079])
@@ -195,7 +195,7 @@ def _resolve(
     amax: Number | None,
     seed: int | Tensor | None,
 ) -> QParams:
-    """The parameters, checked and reshaped to the shape that broadcasts, [groups, axes kept]."""
+    """The parameters, checked and reshaped to the shape that broadcasts, [groups per axis]."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
         check_tensor("x", x)
     dtype = compute_dtype(x.dtype)

@@ -20,7 +20,7 @@ def offloaded(model: nn.Module) -> list[str]:
 
 
 def fetched(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """A tensor of a module; if a hook holds its values outside of the model, a tensor with these values.
+    """A tensor of a module; if a hook holds its values outside of the model, a new tensor with these values.
 
     Args:
         name: the name of the attribute.

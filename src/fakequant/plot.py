@@ -152,7 +152,8 @@ def channels(model: nn.Module, quantizer: str, *, axes: Axes | None = None) -> A
 def comparison(found: Comparison, *, over: str = "bits", axes: Axes | None = None) -> Axes:
     """Draw the presets that `fakequant.compare` tried: the metric (or, without a metric, the error) over size or time.
 
-    A line joins the presets that no other surpasses. `Comparison.plot` writes the same picture to a file.
+    A line joins the presets that no other preset surpasses in both respects. `Comparison.plot` writes the same picture
+    to a file.
 
     Args:
         found: the result of `fakequant.compare`.
@@ -179,8 +180,8 @@ def errors(found: Sensitivities | Mapping[str, float] | Improvement, *, axes: Ax
     """Draw the error of every layer as bars, the worst on top.
 
     Args:
-        found: the result of `fakequant.sensitivity`, `fakequant.layer_sqnr` or `fakequant.ptq.improve`. For the first
-            two a bar is dB or the metric, so that short bars are bad; for `improve` bars are errors before and after.
+        found: the result of `fakequant.sensitivity` or `fakequant.layer_sqnr`, whose bars are dB or the metric, so
+            that short bars are bad; or of `fakequant.ptq.improve`, whose bars are errors before and after.
         axes: where to draw; by default in a new figure.
 
     Raises:
@@ -225,7 +226,7 @@ def _axes(axes: Axes | None, height: float) -> Axes:
 
 
 def _extremes(weight: Product, values: Tensor) -> tuple[list[float], list[float]]:
-    """The smallest and the largest value of every output channel; a stack of weights has the channels of all."""
+    """The smallest and the largest value of every output channel; a stack has the channels of all its weights."""
     if isinstance(weight, MatrixProduct) and weight.is_stack:
         rows = values.movedim(weight.channels, 1).flatten(0, 1)
     else:

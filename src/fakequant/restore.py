@@ -1,6 +1,6 @@
 """Restore a model after temporary changes, also after an error or Ctrl-C.
 
-`restore_after` and `restore_on_error` take the function that restores before the first change.
+Make the restoring function before the first change, and give it to `restore_after` or `restore_on_error`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def attributes_of(objects: Iterable[object], *names: str) -> Restore:
 
 
 def forwards_of(modules: Iterable[nn.Module]) -> Restore:
-    """Return a function that restores the `forward` of modules: of the class, or an attribute of the module.
+    """Return a function that restores the `forward` of modules, a method of the class or an attribute of the module.
 
     >>> layer = nn.ReLU()
     >>> with restore_after(forwards_of([layer])):

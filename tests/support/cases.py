@@ -178,7 +178,7 @@ def _special_numbers(dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Numbers:
-    """An input with its parameters, [groups, axes kept]."""
+    """An input with its parameters, [groups per axis]."""
 
     x: Tensor
     params: fq.QParams

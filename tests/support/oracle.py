@@ -324,7 +324,7 @@ def fake_quantize(
 
 
 def spread(groups: Array, blocks: Sequence[int]) -> Array:
-    """Per-group values [groups, axes kept] repeated over their blocks: one per element."""
+    """Per-group values [groups per axis] repeated over their blocks: one per element."""
     for axis, size in enumerate(blocks):
         groups = np.repeat(groups, size, axis)
     return groups

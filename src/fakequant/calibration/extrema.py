@@ -25,7 +25,7 @@ class Batch(NamedTuple):
     values: Tensor
     """[groups, elements], in the dtype of the batch; the order of a group's elements has no meaning."""
     range: Range
-    """Lowest and highest value of every group [groups, axes kept], in the dtype of computation."""
+    """Lowest and highest value of every group [groups per axis], in the dtype of computation."""
 
 
 def read_batch(x: Tensor, granularity: Granularity) -> Batch | None:
@@ -268,7 +268,7 @@ class ExtremaCalibrator(Calibrator):
 
     @property
     def seen(self) -> Range:
-        """Lowest and highest value seen [groups, axes kept], extended to 0.0; raises CalibrationError without any."""
+        """Lowest and highest value seen [groups per axis], extended to 0.0; raises CalibrationError without any."""
         if self._seen is None:
             raise CalibrationError(NOTHING_OBSERVED)
         return self._seen

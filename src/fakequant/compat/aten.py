@@ -257,8 +257,8 @@ class _Call(NamedTuple):
     """The checked arguments of a call.
 
     Attributes:
-        params: scale, and zero point counted from the origin of the codes [groups, axes kept].
-        added: a zero point that torch adds before rounding [groups, axes kept]; the zero point in `params` is then 0.
+        params: scale, and zero point counted from the origin of the codes [groups per axis].
+        added: a zero point that torch adds before rounding [groups per axis]; the zero point in `params` is then 0.
     """
 
     x: Tensor

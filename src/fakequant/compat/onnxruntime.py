@@ -341,7 +341,7 @@ def _lower(model: ModelProto) -> None:
 
 
 def _without_axes(emitter: Emitter, name: str, value: str) -> str:
-    """Add nodes that turn a parameter [groups, axes kept] into one float32 number; returns its name."""
+    """Add nodes that turn a parameter [groups per axis] into one float32 number; returns its name."""
     if emitter.editor.is_constant(value):
         return emitter.number(name, emitter.editor.tensor(value).item())
     return emitter.scalar(emitter.as_float32(value))

@@ -476,7 +476,7 @@ class LayeredWriter:
         return fields[field]
 
     def _params(self, name: str, one: str) -> Tensor:
-        """The scales or zero points [groups, axes kept] of a coded weight."""
+        """The scales or zero points [groups per axis] of a coded weight."""
         part, weights = self.coded[name], self.state.weights
         found = self.state.tensors.get(f"{part.paths['weight']}.{one}")
         if found is None:  # of a weight that no call has shown

@@ -128,10 +128,10 @@ class SiteRecord:
         x: name of the quantized tensor; for a weight the name of the parameter.
         y: name of the quantized result.
         parameters: the source of scale and zero point.
-        scale: name of the scale; a computed one is [groups, axes kept], a constant has ONNX's shape.
+        scale: name of the scale; a computed one is [groups per axis], a constant has ONNX's shape.
         zero_point: name of the zero point, in the scale's shape; None if there is none.
         codes: name of a weight's codes; None for activations.
-        groups: shape of constant scales [groups, axes kept].
+        groups: shape of constant scales [groups per axis].
         repeats: how often the file repeats each scale along every axis.
         digest: SHA-256 of the constants.
         constants: names of the constants.
@@ -362,7 +362,7 @@ class ScaleLayout:
     Attributes:
         axis: the axis of the scales; None for one scale per tensor.
         block_size: the number of elements of that axis that share a scale; 0 for one scale per index of the axis.
-        repeats: how often each scale is repeated along every axis to get ONNX's shape from [groups, axes kept].
+        repeats: how often each scale is repeated along every axis to get ONNX's shape from [groups per axis].
         symbolic: whether the number of scales is only known at run time.
     """
 
@@ -385,7 +385,7 @@ class ScaleLayout:
 def layout(
     shape: Sequence[Dimension], groups: Sequence[Dimension], blocks: Sequence[Dimension] | None = None
 ) -> ScaleLayout:
-    """Return the layout for a tensor [shape] with scales [groups, axes kept].
+    """Return the layout for a tensor [shape] with scales [groups per axis].
 
     One scale per token of [batch, tokens, features] is one block of all features. Blocks along several axes become
     blocks along one axis, with each scale repeated along the others.

@@ -316,7 +316,7 @@ class SiteCheck:
         return QParams(scale, None if self._spec.symmetric else self._in_groups(str(self.record.zero_point)))
 
     def _in_groups(self, name: str) -> Tensor:
-        """Return a constant of the file in the shape [groups, axes kept]."""
+        """Return a constant of the file in the shape [groups per axis]."""
         values = self._constants.tensor(name)
         for axis, count in enumerate(self.record.repeats):
             values = values[(slice(None),) * axis + (slice(None, None, count),)]

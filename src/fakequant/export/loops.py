@@ -237,7 +237,7 @@ def lower_scale(editor: GraphEditor, node: NodeProto, path: str, style: Style) -
 
 
 def _group_max(emitter: Emitter, value: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:
-    """Add nodes for the maximum of every group [groups, axes kept]; values are >= 0, so zeros pad incomplete blocks."""
+    """Add nodes for the maximum of every group [groups per axis]; values are >= 0, so zeros pad incomplete blocks."""
     whole = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b == n and n != 1]
     rank = len(shape)
     for axis, (n, block) in enumerate(zip(shape, blocks, strict=True)):

@@ -214,7 +214,7 @@ def check(
 
 
 def place(spec: QuantSpec, style: Style, shape: Sequence[Dimension], groups: Sequence[Dimension]) -> QuantizerForm:
-    """Return the form of a quantizer for a tensor [shape] with scales [groups, axes kept].
+    """Return the form of a quantizer for a tensor [shape] with scales [groups per axis].
 
     Raises:
         ExportError: ONNX cannot express the specification, or has no layout for the scales.

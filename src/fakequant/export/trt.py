@@ -85,7 +85,7 @@ class Emitter:
     def repeat(
         self, value: str, blocks: Sequence[Dimension], shape: Sequence[Dimension], axes: Iterable[int] | None = None
     ) -> str:
-        """Repeat values [groups, axes kept], so that each element of [shape] has the value of its group.
+        """Repeat values [groups per axis], so that each element of [shape] has the value of its group.
 
         By default the values are repeated along the axes that blocks divide.
         """
@@ -116,7 +116,7 @@ class EmittedSite(Emitter):
     scale: str
     zero_point: str | None
     constant: QParams | None
-    """The parameters [groups, axes kept], if they are constants in the file; else None."""
+    """The parameters [groups per axis], if they are constants in the file; else None."""
     fixed_codes: Tensor | None = None
     """The fixed codes of a weight, if quantizing the weight would give other codes; else None."""
 
@@ -135,7 +135,7 @@ class EmittedSite(Emitter):
         return {"axis": self.layout.axis, "block_size": self.layout.block_size or None}
 
     def arrange(self, values: Tensor) -> Tensor:
-        """Bring constant values [groups, axes kept] to the shape that ONNX expects."""
+        """Bring constant values [groups per axis] to the shape that ONNX expects."""
         if self.layout.axis is None:
             return values.reshape(())
         if not self.layout.block_size:
@@ -143,18 +143,18 @@ class EmittedSite(Emitter):
         return self._repeated(values, self._repeats())
 
     def arranged(self, name: str) -> str:
-        """Bring computed values [groups, axes kept] to the shape that ONNX expects; returns their name."""
+        """Bring computed values [groups per axis] to the shape that ONNX expects; returns their name."""
         if self.layout.block_size:
             return self.repeat(name, self.blocks, self.editor.shape(self.x), self._repeats())
         shape = np.array([] if self.layout.axis is None else [-1], np.int64)
         return self.emit("Reshape", name, self.add("shape", shape))
 
     def spread(self, values: Tensor) -> Tensor:
-        """Repeat constant values [groups, axes kept] along the axes that blocks divide, so they broadcast with x."""
+        """Repeat constant values [groups per axis] along the axes that blocks divide, so they broadcast with x."""
         return self._repeated(values, self._divided(list(values.shape)))
 
     def spread_computed(self, name: str) -> str:
-        """Repeat computed values [groups, axes kept] along the axes that blocks divide; returns their name."""
+        """Repeat computed values [groups per axis] along the axes that blocks divide; returns their name."""
         return self.repeat(name, self.blocks, self.editor.shape(self.x), self._divided(self.editor.shape(self.scale)))
 
     def _repeats(self) -> list[int]:
@@ -175,7 +175,7 @@ class EmittedSite(Emitter):
 
 
 class FactoredScale(NamedTuple):
-    """Scales as positive codes [groups, axes kept] times one float32 factor per block of codes [blocks, axes kept]."""
+    """Scales as positive codes [groups per axis] times one float32 factor per block of codes [blocks per axis]."""
 
     codes: Tensor
     shared: Tensor
@@ -220,7 +220,7 @@ def computed_scale(site: EmittedSite) -> str:
 def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
     """Factor float32 scales exactly into codes of their format and second-level scales; None if that is not possible.
 
-    `numerics.scales` computes scales [groups, axes kept] as these products, except where it enlarges or limits a scale.
+    `numerics.scales` computes scales [groups per axis] as these products, except where it enlarges or limits a scale.
 
     >>> spec = QuantSpec.parse("float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor")
     >>> factor(torch.tensor([[448.0, 3.5, 0.875]]) * 0.1, spec)

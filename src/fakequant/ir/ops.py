@@ -61,7 +61,7 @@ class FakeQuantize(nn.Module):
     def forward(
         self, x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, seed: Tensor | None = None
     ) -> Tensor:
-        """x quantized [shape of x]; scale and zero point are [groups, axes kept]."""
+        """x quantized [shape of x]; scale and zero point are [groups per axis]."""
         if self.rectified and scale is not None:
             return library.fake_quantize_relu(x, QParams(scale, zero_point, seed=seed), self.spec)
         learned = any(p is not None and p.requires_grad for p in (scale, zero_point))
@@ -250,7 +250,7 @@ class _WithNumbers(nn.Module):
 
 
 def group_shape(spec: QuantSpec, shape: Sequence[int]) -> TensorShape:
-    """The shape of the scales [groups, axes kept], with -1 where it depends on a dynamic dimension.
+    """The shape of the scales [groups per axis], with -1 where it depends on a dynamic dimension.
 
     Raises:
         ShapeError: the granularity does not fit the shape.
@@ -440,7 +440,7 @@ def _spec_of(call: Call) -> QuantSpec:
 
 
 def _scale_type(call: Call) -> TensorType:
-    """The type of the scales [groups, axes kept] for x."""
+    """The type of the scales [groups per axis] for x."""
     x = call.type("x")
     if not x.type.floating:
         raise GraphError(f"quantizes floating-point numbers, got {x}")
@@ -451,7 +451,7 @@ def _scale_type(call: Call) -> TensorType:
 
 
 def _fake_quantize(call: Call) -> list[TensorType]:
-    """The type of x, if scale and zero point [groups, axes kept] and seed fit the specification."""
+    """The type of x, if scale and zero point [groups per axis] and seed fit the specification."""
     spec, expected = _spec_of(call), _scale_type(call)
     if call.has("scale"):
         scale = call.type("scale")

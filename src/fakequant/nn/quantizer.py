@@ -687,7 +687,7 @@ class Quantizer(QuantizerPart):
         return QParams(self.scale, self.zero_point)
 
     def set_range(self, range: Range) -> None:
-        """Set scale and zero point from a range [groups, axes kept] after `fill_empty_groups`; learning restarts."""
+        """Set scale and zero point from a range [groups per axis] after `fill_empty_groups`; learning restarts."""
         self.set_qparams(qparams_of_range(fill_empty_groups(range, self.spec), self.spec))
 
     def set_ranges(self, ranges: Sequence[Range], by_value: ByValue) -> None:

@@ -1,7 +1,8 @@
 """Granularities: which elements share one scale.
 
-A granularity says one thing only: its block size along every axis. From that follow the shape of the scales (one per
-block, axes kept), the broadcast view that the reference computes on, and `Tiles`, the only view that kernels know.
+A granularity says one thing only: its block size along every axis. From that follow the shape of the scales (written
+`[groups per axis]`: as many axes as the tensor, along each the number of its blocks), the broadcast view that the
+reference computes on, and `Tiles`, the only view that kernels know.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Granularity(ABC):
         """
 
     def group_shape(self, shape: Shape) -> tuple[int, ...]:
-        """The shape of the scales: one per block, axes kept."""
+        """The shape of the scales: for each axis of the tensor, the number of blocks along it."""
         # An axis without elements is one empty block if the block is the whole axis, and no block if its size is 1.
         return tuple(-(-n // b) if b else 1 for n, b in zip(shape, self.block_shape(shape), strict=True))
 
@@ -420,7 +421,7 @@ def unblocked(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
 
 
 def blocked_groups(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
-    """Per-group values [groups, axes kept] shaped to broadcast with `blocked(x)`."""
+    """Per-group values [groups per axis] shaped to broadcast with `blocked(x)`."""
     split: list[int] = []
     for groups, n, b in zip(values.shape, _padded(shape, blocks), blocks, strict=True):
         split += [groups, 1] if b not in (1, n) else [groups]
@@ -466,8 +467,8 @@ class StoredScales(NamedTuple):
     """Scales or offsets as a file stores them.
 
     Attributes:
-        codes: [groups, axes kept], in the storage of their format; float32 without a format.
-        shared: the scales that multiply codes, float32 [groups of groups, axes kept]; None without shared scales.
+        codes: [groups per axis], in the storage of their format; float32 without a format.
+        shared: the scales that multiply codes, float32 [groups of groups per axis]; None without shared scales.
     """
 
     codes: Tensor

@@ -22,7 +22,7 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Range(NamedTuple):
-    """Lowest and highest value of every group, in units of x; lo <= 0 <= hi. Both [groups, axes kept].
+    """Lowest and highest value of every group, in units of x; lo <= 0 <= hi. Both are [groups per axis].
 
     >>> Range(torch.tensor([-3.0, 0.0]), torch.tensor([2.0, 5.0])).amax
     tensor([3., 5.])
@@ -42,8 +42,8 @@ class QParams(NamedTuple):
     """Scale and zero point of every group, and the range they were made from.
 
     Args:
-        scale: [groups, axes kept] in units of x per code; under `Arithmetic.MULTIPLIER` codes per unit of x.
-        zero_point: the code of 0.0, [groups, axes kept], or None if that is 0 everywhere; under `QuantSpec.offset` the
+        scale: [groups per axis] in units of x per code; under `Arithmetic.MULTIPLIER` codes per unit of x.
+        zero_point: the code of 0.0, [groups per axis], or None if that is 0 everywhere; under `QuantSpec.offset` the
             offset, in units of x.
         range: the range from which the scale was made, or None; `Gradient.INPUT_RANGE` compares the input with it.
         seed: the seed of `Rounding.STOCHASTIC`, [] int64; None before it is drawn, and where rounding is to nearest.
@@ -208,14 +208,14 @@ def choose_qparams(
     offset to quant_max.
 
     Args:
-        range: lo and hi of every group [groups, axes kept], in units of x.
+        range: lo and hi of every group [groups per axis], in units of x.
         spec: decides symmetry and format, and whether `scale` is units per code or its reciprocal.
         largest: the largest finite value of x's dtype; by default of the range's dtype.
         bound: the code that amax is mapped to; by default the bound of the specification.
         shared: see `ScaleSpec.choose`, also for `steps`; both are for symmetric scales.
 
     Returns:
-        scale, zero_point (None when symmetric) and the range, all [groups, axes kept].
+        scale, zero_point (None when symmetric) and the range, all [groups per axis].
 
     Raises:
         CalibrationError: lo > hi somewhere, which means that no data was observed.
@@ -422,7 +422,7 @@ def on_device_of(x: Tensor, values: Tensor) -> Tensor:
 
 
 def fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
-    """Parameters in an accepted shape, reshaped to the shape that broadcasts, [groups, axes kept]."""
+    """Parameters in an accepted shape, reshaped to the shape that broadcasts, [groups per axis]."""
     shapes = spec.granularity.scale_shapes(shape_of(x))
     given = shape_of(values)
     if given == shapes[0]:

@@ -1,6 +1,6 @@
 """The definition: what quantization computes, in plain torch, on any device.
 
-Everything here broadcasts: parameters are [groups, axes kept] and `x` is any shape that the granularity accepts. Each
+Everything here broadcasts: parameters are [groups per axis] and `x` is any shape that the granularity accepts. Each
 backend must return these bits. float16 and bfloat16 are computed in float32 and rounded once, at the end.
 
 Gradients are summed by `order_free_sum`, which gives the same result in any order, so that neither threads nor strides
@@ -228,7 +228,7 @@ def divided(
     Args:
         spec: how the tensors are quantized.
         tensors: tensors of the same shape; their parts are views.
-        params: scales, zero points and others [groups, axes kept]; a part gets the values of its groups.
+        params: scales, zero points and others [groups per axis]; a part gets the values of its groups.
         with_shared: whether tensors are divided even if a group then lies in several parts.
     """
     x, granularity = tensors[0], spec.granularity
@@ -262,7 +262,7 @@ def choose_from(x: Tensor, range: Range | None, spec: QuantSpec, is_less: Callab
     """`choose`, with the range of x (None: it is measured) and a function that compares sums, such as `is_less`."""
     largest = torch.finfo(x.dtype).max
     if spec.scale.rounding is ScaleRounding.MEAN:
-        # The mean magnitude of the finite values of every group [groups, axes kept].
+        # The mean magnitude of the finite values of every group [groups per axis].
         dtype = compute_dtype(x.dtype)
         values = x.detach().to(dtype).double().abs()
         values = torch.where(values.isfinite(), values, 0.0)
@@ -364,7 +364,7 @@ def input_range(params: QParams, spec: QuantSpec) -> Range:
 
 
 def clip_range(params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Range:
-    """The values of the lowest and the highest code [groups, axes kept], as they come out in a compute dtype."""
+    """The values of the lowest and the highest code [groups per axis], as they come out in a compute dtype."""
     zero_point = None if params.zero_point is None else params.zero_point.to(dtype)
     return _ends(params.scale.to(dtype), zero_point, spec)
 
@@ -449,7 +449,7 @@ def _slopes(b: _Blocked, spec: QuantSpec) -> _Slopes:
 def grad_params(
     dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of scale and zero point [groups, axes kept]: sums of dy times slope, by `order_free_sum`.
+    """The gradients of scale and zero point [groups per axis]: sums of dy times slope, by `order_free_sum`.
 
     Products are computed in float64, exactly for float32 factors. A zero slope gives a zero product, whatever dy is.
 
@@ -477,7 +477,7 @@ def grad_params(
 def tangent_params(
     x: Tensor, params: QParams, spec: QuantSpec, tangents: tuple[Tensor | None, Tensor | None]
 ) -> Tensor | None:
-    """The tangent of y from the tangents of scale and zero point [groups, axes kept]; None if both are None."""
+    """The tangent of y from the tangents of scale and zero point [groups per axis]; None if both are None."""
     b = _to_encode(x, params, spec)
     blocks = spec.granularity.block_shape(x.shape)
     moved = [

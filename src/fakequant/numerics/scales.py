@@ -228,7 +228,7 @@ class ScaleSpec:
         """The per-tensor scale that multiplies the stored codes of float32 scales; None if there is none.
 
         Args:
-            values: the scales [groups, axes kept].
+            values: the scales [groups per axis].
             wider: whether the per-tensor scale leaves room for 1.5 times the largest scale, as under FOUR_OVER_SIX.
         """
         if not self.is_under_a_tensor:
@@ -256,7 +256,7 @@ class ScaleSpec:
         """The scale of every group, rounded to its format.
 
         Args:
-            extent: [groups, axes kept], in units of x; float32 or float64.
+            extent: [groups per axis], in units of x; float32 or float64.
             element: the format of the codes.
             limit: the largest scale with which every code stays finite.
             bound: the divisor of the extent; by default `self.bound(element)`.
@@ -264,7 +264,7 @@ class ScaleSpec:
             steps: by how many numbers of the format a scale is moved away from 0, for SEARCHED.
 
         Returns:
-            [groups, axes kept], in units of x per code; positive unless `is_exact`.
+            [groups per axis], in units of x per code; positive unless `is_exact`.
         """
         bound = self.bound(element) if bound is None else bound
         if isinstance(self.format, ExponentFormat):
@@ -344,7 +344,7 @@ class ScaleSpec:
         and llama.cpp.
 
         Args:
-            values: [groups, axes kept].
+            values: [groups per axis].
             under: the per-tensor scale, where `is_under_a_tensor`; by default it is searched.
 
         Raises:
@@ -363,7 +363,7 @@ class ScaleSpec:
         return stored
 
     def join(self, stored: StoredScales) -> Tensor:
-        """The scales from their stored form, float32 [groups, axes kept]."""
+        """The scales from their stored form, float32 [groups per axis]."""
         return join_scales(stored, self.format, self.granularity)
 
     def bits(self, groups: Shape) -> int:
@@ -406,7 +406,7 @@ class OffsetSpec(ScaleSpec):
         return super().__str__() or "offset=float32"
 
     def choose_offset(self, lo: Tensor, limit: float) -> Tensor:
-        """The offsets that shift the lowest value of every group to 0: -lo rounded, [groups, axes kept]."""
+        """The offsets that shift the lowest value of every group to 0: -lo rounded, [groups per axis]."""
         offset = -lo + 0.0
         return offset if self.format is None else self._exact(offset, 1.0, limit, keeps_small=False)
 

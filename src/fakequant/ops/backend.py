@@ -174,7 +174,7 @@ class Kernels(ABC):
     def grad_params(
         self, dy: Tensor, x: Tensor, params: QParams, wants: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of scale and zero point [groups, axes kept]; None for a gradient that is not in `wants`."""
+        """The gradients of scale and zero point [groups per axis]; None for a gradient that is not in `wants`."""
         return reference.grad_params(dy, x, params, self.spec, wants)
 
     @property
@@ -210,7 +210,7 @@ class Kernels(ABC):
         )
 
     def _params(self, scale: Tensor, zero_point: Tensor | None, descriptor: Any) -> QParams:
-        """Scale and zero point as [groups, axes kept], with the extras of a call."""
+        """Scale and zero point as [groups per axis], with the extras of a call."""
         groups = self.layout.group_shape
         if scale.shape != groups:
             scale = scale.reshape(groups)

@@ -59,7 +59,7 @@ class Layout:
         return torch.empty_strided(self.shape, self.result_stride, dtype=y.dtype, device=y.device).copy_(y)
 
     def pack_groups(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Values per group [groups, axes kept] in the kernel's order; raises ShapeError for any other shape.
+        """Values per group [groups per axis] in the kernel's order; raises ShapeError for any other shape.
 
         With a wrong shape a kernel would read beyond the memory of the tensor.
         """
@@ -73,7 +73,7 @@ class Layout:
         return values if values.dtype == dtype else values.to(dtype)
 
     def unpack_groups(self, values: Tensor) -> Tensor:
-        """Values per group [groups], in the kernel's order, reshaped to [groups, axes kept]."""
+        """Values per group [groups], in the kernel's order, reshaped to [groups per axis]."""
         ordered = values.view([self.group_shape[axis] for axis in self.group_order])
         return ordered.permute(_inverse(self.group_order))
 

@@ -377,7 +377,7 @@ def convolution(x: QuantizedOperand, weight: PackedWeight, scale: Tensor, bias: 
     Args:
         x: int8 or uint8 [n, in, ...]; scale and zero point per tensor.
         weight: the other factor.
-        scale: the scale of the weight, [out] or [1], other axes kept or not.
+        scale: the scale of the weight, [out] or [1], or the same with further axes of length 1.
         bias: the bias [out], or None.
     """
     if (sizes := _sizes(x.codes, weight)) is None:  # torch says what is wrong

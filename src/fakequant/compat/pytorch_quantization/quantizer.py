@@ -162,7 +162,7 @@ class Blocks:
 
         Args:
             inputs: any shape.
-            amax: the calibrated amax [blocks, axes kept]; None: the amax of each block of inputs.
+            amax: the calibrated amax [blocks per axis]; None: the amax of each block of inputs.
             factor: multiplies amax, unless None.
             fmt: the format of the elements.
             exporting: whether to compute as ONNX does, see `_as_quantize_linear`.
@@ -188,7 +188,7 @@ class Blocks:
         calibrator.collect(amax)
 
     def restored(self, amax: Tensor) -> Tensor:
-        """A calibrator's amax [1, blocks] reshaped to [blocks, axes kept]; a single number stays unchanged."""
+        """A calibrator's amax [1, blocks] reshaped to [blocks per axis]; a single number stays unchanged."""
         shape = self._observed
         return amax if shape is None or amax.numel() != shape.numel() else amax.reshape(shape)
 

@@ -123,7 +123,7 @@ class OperatorArguments(NamedTuple):
     spec: QuantSpec
     params: QParams
     zero: Tensor | None
-    """Whether each group becomes 0, [groups, axes kept]: integers with an amax of at most `SMALLEST_AMAX`, floats with
+    """Whether each group becomes 0, [groups per axis]: integers with an amax of at most `SMALLEST_AMAX`, floats with
     an infinite scale. A group that becomes 0 has the scale 1. None if no group becomes 0."""
 
 
