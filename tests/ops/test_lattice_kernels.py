@@ -120,7 +120,7 @@ def test_kernels_serve_them_and_choose_their_scales(name: str) -> None:
     [
         ("padded", "scales that share one per_block(-1:5,pad) do not follow each other in memory"),
         ("of_columns", "scales that share one per_block(0:4) do not follow each other in memory"),
-        ("ue4m3_under_float16", "the kernels know integer codes of scales under a shared scale, not float8_e4m3fn"),
+        ("ue4m3_under_float16", "the kernels support integer codes of scales under a shared scale, not float8_e4m3fn"),
         ("float16_with_zero_point", "the kernels choose zero points by float32 scales only, not by those in float16"),
         ("bfloat16", "the kernels round scales up to 2**64, bfloat16 reaches 3.38953e+38"),
     ],

@@ -1,7 +1,7 @@
 """Calibration: from a stream of tensors to the range to quantize.
 
-An `Observer` collects statistics; a `Calibrator` is an observer that also computes a range from them. The class of a
-method, such as "mse", registers its name.
+An `Observer` collects statistics; a `Calibrator` is an observer that also computes a range from them. Each calibrator
+class is registered under the name of its method, such as "mse".
 """
 
 from fakequant.calibration.calibrator import (

@@ -105,7 +105,7 @@ class Observer(ABC):
 
 
 def check_keys(state: dict[str, Tensor], expected: tuple[str, ...]) -> None:
-    """Raise unless a state has exactly the expected tensors."""
+    """Raise CalibrationError unless a state has exactly the expected tensors."""
     if set(state) != set(expected):
         raise CalibrationError(
             f"a calibrator state with the tensors {sorted(state)}, expected {sorted(expected)}; "
@@ -238,9 +238,9 @@ class Calibrator(Observer):
         return [*members]
 
     def load_from(self, other: Calibrator) -> None:
-        """Take over the data of another calibrator, of any method, with the same bits as if this one had seen them.
+        """Take over the data of another calibrator, of any method, bit for bit as if this calibrator had observed them.
 
-        Raises ConfigError if the other calibrator has another specification or num_bins, or collects too little.
+        Raises ConfigError if the other calibrator has another specification or num_bins, or lacks data for this method.
         """
         raise ConfigError(
             f"{type(self).__name__} cannot use what {type(other).__name__} saw; call fakequant.calibrate by this method"
@@ -359,7 +359,7 @@ def check_mergeable(calibrator: Calibrator, purpose: str) -> None:
     if not calibrator.mergeable:
         mergeable = ", ".join(name for name in calibrators() if _registry[name].mergeable)
         raise ConfigError(
-            f"{purpose}, and the method {calibrator.method!r} cannot merge what they see, because its result depends "
+            f"{purpose}, and the method {calibrator.method!r} cannot merge their data, because its result depends "
             f"on the order of the batches; use one of {mergeable}"
         )
 

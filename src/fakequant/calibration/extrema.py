@@ -216,7 +216,7 @@ class ExtremaCalibrator(Calibrator):
     def _updated_in_place(self, x: Tensor) -> bool:
         """Update the state by one call of a kernel, if the batch needs no wider bins; returns whether it did.
 
-        Most batches need none. With cold caches, every line here costs more than a thousand values.
+        Most batches need no wider bins. With cold caches, each line here takes longer than a thousand values.
         """
         seen = self._seen
         if seen is None or compute_dtype(x.dtype) != seen.lo.dtype:
@@ -250,9 +250,9 @@ class ExtremaCalibrator(Calibrator):
         needed = self._state_names()
         if other.spec != self.spec or not (not kept or set(needed) <= set(kept)):
             raise ConfigError(
-                f"{type(self).__name__}({self.spec}) cannot use what {type(other).__name__}({other.spec}) saw, which "
-                f"stores {', '.join(kept) or 'nothing'}; calibrate with the same specification. For percentile, "
-                "entropy and mse, calibrate by one of these three methods"
+                f"{type(self).__name__}({self.spec}) cannot use what {type(other).__name__}({other.spec}) saw: it "
+                f"needs {', '.join(needed)}, and got {', '.join(kept) or 'nothing'}. Calibrate with the same "
+                "specification, and for percentile, entropy or mse by one of these three methods"
             )
         try:
             self.load_state_dict({name: kept[name] for name in needed} if kept else {})
@@ -268,7 +268,7 @@ class ExtremaCalibrator(Calibrator):
 
     @property
     def seen(self) -> Range:
-        """Lowest and highest value seen [groups per axis], extended to 0.0; raises CalibrationError without any."""
+        """Lowest and highest value seen [groups per axis], extended to 0.0; raises CalibrationError without data."""
         if self._seen is None:
             raise CalibrationError(NOTHING_OBSERVED)
         return self._seen

@@ -33,7 +33,7 @@ _FINER = 8
 
 
 def used_bins(counts: Tensor) -> Tensor:
-    """The number of bins [...] up to the last one that is not empty, int64, from counts [..., bins]; 0 if all are.
+    """The number of bins up to the last bin that is not empty, int64 [...], from counts [..., bins]; 0 without any.
 
     >>> used_bins(torch.tensor([[0, 3, 0, 1, 0], [0, 0, 0, 0, 0]]))
     tensor([4, 0])

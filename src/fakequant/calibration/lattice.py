@@ -30,7 +30,7 @@ _ROUNDS = 2
 
 
 def searches(spec: QuantSpec) -> bool:
-    """Whether `search_params` serves a specification: with offsets, or symmetric with a format for scales.
+    """Whether `search_params` serves a specification: it has offsets, or is symmetric with a format for scales.
 
     >>> searches(QuantSpec.parse("int8 per_block(-1:32) scale=float16")), searches(QuantSpec("int8"))
     (True, False)
@@ -45,8 +45,8 @@ def search_params(x: Tensor, spec: QuantSpec, moments: Tensor | None = None) -> 
     Args:
         x: [rows, ...]; inf and NaN count as 0.
         spec: one for which `searches` is true.
-        moments: the sum of v v^T over the inputs v that multiply the rows, [columns, columns]; then the error of
-            their products counts. Entries of two columns with different scales count as 0. None: the error of x.
+        moments: the sum of v v^T over the inputs v that multiply the rows, [columns, columns]: then the error of the
+            products is searched, and entries of two columns with different scales count as 0. None: the error of x.
 
     >>> x = torch.tensor([[0.1, 0.9, 2.1, 2.9]])
     >>> spec = QuantSpec.parse("uint2 per_channel(0) scale=float16 offset=float16")
@@ -82,7 +82,7 @@ def rows_are_apart(x: Tensor, spec: QuantSpec) -> bool:
 
 
 def _better(x: Tensor, spec: QuantSpec, moments: Tensor | None) -> QParams:
-    """For the groups that share a scale, the parameters of the search or of the range, whichever err less."""
+    """The parameters of the search or of the range: those with the smaller error in the groups under a shared scale."""
     plain = library.choose(x, spec)
     if not x.numel():
         return plain
@@ -193,7 +193,7 @@ class _Search:
         return view.permute(*order, *axes).reshape(*self._groups, -1)
 
     def _inside(self, moments: Tensor) -> Tensor | None:
-        """The part of `moments` for each group's columns [groups, elements, elements]; None if they are apart."""
+        """The `moments` of each group's columns [groups, elements, elements]; None if the columns are apart."""
         size = self.x.shape[-1]
         columns = torch.arange(len(moments), device=moments.device)
         numbers = self._by_group(columns.reshape(1, *self._given.shape[1:]).expand(self._given.shape))

@@ -352,7 +352,7 @@ def unchanged(model: nn.Module, given: Any = None, *, is_pure: bool = False) -> 
 
 
 def _kept(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which inner contexts do not restore a model after a run."""
+    """A context in which `unchanged` does not restore a model after a run."""
     return set_to(_KEPT, _KEPT.get() | {id(model)})
 
 

@@ -223,7 +223,7 @@ class TokenMask:
     ) -> Tensor:
         """The unmasked tokens [1, unmasked, ...] of a layer's input [batch, tokens, ...]; other inputs are not changed.
 
-        `granularity` is the granularity of the input's quantizer if its range is fixed: positions may have scales.
+        `granularity` is that of a quantizer with a fixed range; an input with scales for single positions stays whole.
         """
         is_recurrent = isinstance(layer, Recurrent)
         if mask is None or (is_recurrent and x[..., 0].numel() == int(mask.sum())):  # as in `select_steps`

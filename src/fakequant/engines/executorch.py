@@ -1,7 +1,7 @@
-"""ExecuTorch on XNNPACK: as in its own quantizer, inputs and results of products, sums and `cat` are quantized.
+"""ExecuTorch on XNNPACK: inputs and results of products, sums and `cat` are quantized, as ExecuTorch's quantizer does.
 
 A sum or a product of two tensors and the ReLU after it are one operator. Attention and softmax stay in float. A mean
-has only the quantizers of the functions around it: a quantizer of the mean would leave a sum before it in float.
+gets no quantizers, only the functions around it do: a quantizer of the mean would leave a sum before it in float.
 """
 
 from dataclasses import replace

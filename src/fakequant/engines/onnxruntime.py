@@ -1,12 +1,12 @@
 """ONNX Runtime. Sources: its `quantization/registry.py`, and its optimiser's selectors for quantize and dequantize.
 
-A convolution, or a linear layer with a bias on a matrix, runs on integers only if its result is quantized, too. A
-linear layer on more axes is a MatMul whose integer form gives floats (MatMulIntegerToFloat). So sums of a residual
-stream that normalisations alone read have no quantizers: in all-MiniLM-L6-v2 the sums after the feed-forward layers
-have a few large channels, and the cosine to the float embeddings is 0.861 with their quantizers, 0.992 without, at 1.05
-times the seconds. A ReLU after a product is fused if the quantizer behind the ReLU is asymmetric, because the zero
-point is then the smallest code. Quantizers move back to a product over functions that give one tensor another shape
-(`qdq_propagation.cc`), but over no Split, Gather, Slice or Resize.
+A convolution, or a linear layer with a bias whose input has two axes, runs on integers only if its result is quantized,
+too. With more axes a linear layer is a MatMul whose integer form gives floats (MatMulIntegerToFloat). So sums of a
+residual stream that normalisations alone read have no quantizers: in all-MiniLM-L6-v2 the sums after the feed-forward
+layers have a few large channels, and the cosine to the float embeddings is 0.861 with their quantizers, and without
+0.992 in 1.05 times the time. A ReLU after a product is fused if the quantizer behind the ReLU is asymmetric, because
+the zero point is then the smallest code. Quantizers move back to a product over functions that give one tensor another
+shape (`qdq_propagation.cc`), but over no Split, Gather, Slice or Resize.
 """
 
 from fakequant.model.engine import WEIGHTS, Engine, register_engine

@@ -1,7 +1,7 @@
 """Qualcomm's HTP: where it wants quantizers, and how it stores results as codes of 8 and 16 bits.
 
 The rules of codes were found by giving all codes to the emulation that Qualcomm ships (libQnnHtp.so of onnxruntime-qnn
-2.7) and comparing the codes that come out. That silicon gives the same codes was not seen.
+2.7) and comparing the codes that come out. Whether a real HTP gives the same codes was not tested.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def strided_depthwise(parts: Sums, result: CodeGrid) -> Tensor:
 def product_of_16_bits(parts: Sums, result: CodeGrid) -> Tensor:
     """The codes of a product whose input has 16 bits: sums lose their last 8 bits before a multiplier of 11 bits.
 
-    Zero points are not subtracted from codes before the sums: their part of a sum is rounded by itself and subtracted
-    after the cut, when the bias and the result's zero point, rounded down, are added. In 3 of 5,760 channels this
+    The sums are of codes from which no zero point is subtracted. After the cut, a constant is added: the bias and the
+    result's zero point, rounded down, minus the zero point's part of the sums, rounded. In 3 of 5,760 channels this
     constant differed by 1.
     """
 
@@ -134,8 +134,8 @@ def _fixed_point(ratio: Tensor, constant: Tensor, bits: int, below: int) -> Fixe
 
 
 def _is_joined(source: Computed) -> bool:
-    """Whether HTP makes one function of a result and a ReLU or clamp after it: not of matrices with more than two axes,
-    behind which it reshapes."""
+    """Whether HTP computes a function and a ReLU or clamp of its result as one: not for a linear layer or matrix
+    product with more than two axes, because HTP reshapes its result."""
     if isinstance(source.parts, Sums):
         return source.parts.sums.dim() == 2 or source.function not in ("linear", "matmul")
     return source.function in ("add", "sub", "mul")
@@ -162,7 +162,7 @@ def _added(parts: Operands, result: CodeGrid, sign: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _addition(sign: int, *numbers: tuple[float, int]) -> tuple[float, float, FixedPoint]:
-    """The multipliers of two tensors, and the rule for their sum, by the scales and zero points of both and the sum."""
+    """The multipliers of two tensors, and the rule for their sum, from scale and zero point of both and of the sum."""
     scales = torch.tensor([scale for scale, _ in numbers], dtype=torch.float32, device="cpu").double()
     of_a, of_b, of_result = (zero_point for _, zero_point in numbers)
     ratios = scales[:2] / scales[2]
@@ -176,10 +176,11 @@ def _addition(sign: int, *numbers: tuple[float, int]) -> tuple[float, float, Fix
 
 
 def mul(parts: Operands, result: CodeGrid) -> Tensor:
-    """Codes of a product of two tensors: a multiplier of 15 bits, and a constant of 16 bits in units of 2^15.
+    """The codes of a product of two tensors: a multiplier of 15 bits, and a constant of 16 bits in units of 2^15.
 
-    The constant is of products minus the middle of their range, rounded to a multiple of 256. If it is too large, the
-    multiplier has fewer bits. Where the result's scale is below 3 times the product of scales, 1 of 80 codes differs.
+    The middle of the range of products, rounded to a multiple of 256, is subtracted from each product before the
+    multiplier; the constant is added after it. If the constant needs more bits, the multiplier gets fewer bits. Where
+    the result's scale is below 3 times the product of scales, 1 of 80 codes differs.
     """
     a, b = parts.tensors
     multiplier, constant, shift = _multiplication(*((float(x.scale), x.zero_point) for x in (a.grid, b.grid, result)))
@@ -230,8 +231,8 @@ def sigmoid(parts: Operands, result: CodeGrid) -> Tensor:
 def swish(parts: Operands, result: CodeGrid) -> Tensor:
     """The codes of x * sigmoid(x), which HTP computes as one function of the codes of x, a half rounded up.
 
-    All codes of 30 grids are equal. HTP computes SiLU without codes of the sigmoid as if every fourth code were the
-    next one, so that `placement` quantizes the sigmoid, too.
+    All codes of 30 grids are equal. Without a quantizer of the sigmoid, HTP computes SiLU as if every fourth code of x
+    were the next code; so `placement` quantizes the sigmoid, too.
     """
     return _function(F.silu, parts, result)
 
@@ -245,18 +246,19 @@ def _function(function: Callable[[Tensor], Tensor], parts: Operands, result: Cod
 def mean(parts: Operands, result: CodeGrid) -> Tensor:
     """The codes of a mean or a pool over all positions: the multiplier has 15 bits, in units of 1 / 32767.
 
-    Of 160,000 codes 1 differed, by 1, for ratios below 1/2: the input's scale over the result's and the elements.
+    The ratio is the input's scale divided by the result's scale and by the number of elements. For ratios below 1/2,
+    1 of 160,000 codes differed, by 1.
     """
     return _mean(parts, result, 2**15 - 1)
 
 
 def pool_of_16_bits(parts: Operands, result: CodeGrid) -> Tensor:
-    """The codes of 16 bits of a pool over all positions: half of them differ in pools of more than 64, by 1."""
+    """The codes of 16 bits of a pool over all positions; over more than 64 positions half of the codes differ, by 1."""
     return _mean(parts, result, 2**15)
 
 
 def windows(parts: Operands, result: CodeGrid) -> Tensor:
-    """The codes of a pool of windows that do not overlap: units of 1 / 32768; means of four are rounded twice."""
+    """The codes of a pool whose windows do not overlap: units of 1 / 32768; means of four values are rounded twice."""
     return _mean(parts, result, 2**15, first=12 if parts.summed == 4 else 0)
 
 

@@ -165,7 +165,7 @@ class Unseen:
     def _merge(self, name: str, donors: list[str]) -> Range:
         """Give a quantizer a new calibrator with the merged data of siblings (`donors`), and return its range."""
         merged = self.job.make(name)
-        check_mergeable(merged, 'unseen="siblings" joins what several layers saw')
+        check_mergeable(merged, 'unseen="siblings" merges the data of several layers')
         for calibrator in (self.inputs[donor].calibrator for donor in donors):
             if calibrator is not None:
                 merged.merge(calibrator)

@@ -8,8 +8,8 @@ numbers are divided directly: compilers divide them exactly.
 Inductor fuses these nodes with their neighbours: it writes them as single instructions of the GPU, see `_INSTRUCTIONS`.
 Other compilers call them as they are.
 
-Each division asks whether a compiler runs it; its caller does not. After a graph break in the caller, the compiler may
-still compile the functions that the caller calls.
+Each function here asks whether a compiler runs it; its caller need not ask: after a graph break in the caller, the
+compiler may still compile the functions that the caller calls.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def reciprocal(x: Tensor) -> Tensor:
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a * b in their dtype, rounded before anything is added to it; it has no gradient if a compiler approximates."""
+    """a * b in their dtype, rounded before anything is added to it; without gradients where `is_approximate`."""
     return _of_nodes(multiply_as_node, a, b) if a.dtype == torch.float32 and is_approximate(a) else a * b
 
 
@@ -139,7 +139,7 @@ _INSTRUCTIONS = {
     "reciprocal_as_node": ("rcp.rn.f32 $0, $1;", lambda ops, x: ops.truediv(ops.constant(1.0, torch.float32), x)),
     "multiply_as_node": ("mul.rn.f32 $0, $1, $2;", lambda ops, a, b: ops.mul(a, b)),
 }
-"""Each node has its instruction for NVIDIA's GPUs, and its operations for C++, which contracts nothing.
+"""For each node its instruction on NVIDIA's GPUs, and its operations in C++, where a product and a sum stay two.
 
 `ops.mul_rn` of Inductor is not used: it becomes `mul.rn.ftz.f32`, which makes subnormal products 0.
 """

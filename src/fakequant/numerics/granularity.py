@@ -266,7 +266,7 @@ class PerBlock(Granularity):
         return PerBlock(sizes, pad=self.pad)
 
     def over_window(self, axis: int, window: Mapping[int, int], length: int | None) -> PerBlock:
-        """Blocks with at least as many elements: they hold whole kernels or a part of one; a shorter sum is one block.
+        """Blocks with at least as many elements, of whole kernels or of part of a kernel; a shorter sum is one block.
 
         >>> PerBlock({1: 32}, pad=True).over_window(1, {-2: 3, -1: 3}, length=64)  # 36 elements
         PerBlock(sizes=((1, 4), (-1, 3), (-2, 3)), pad=True)
@@ -508,7 +508,7 @@ def split_scales(
 
 
 def join_scales(stored: StoredScales, fmt: Format | None, granularity: Granularity | None) -> Tensor:
-    """The scales from their stored form, see `ScaleSpec.join`."""
+    """The scales computed from their stored form, see `ScaleSpec.join`."""
     if fmt is None:
         return stored.codes
     codes = fmt.from_storage(stored.codes, torch.float32)

@@ -166,9 +166,9 @@ def fill_empty_groups(range: Range, spec: QuantSpec) -> Range:
     """Give groups of zeros the range of the groups with which they have a shared scale.
 
     If all those groups hold zeros, or there is no shared scale, they get the range of the whole tensor, or -1 to 1 if
-    the whole tensor is zero. Zeros stay zeros by every scale, but the smallest scale, 2**-126, clips all that such a
-    group gets later, and in an engine the bias divided by it overflows int32. The range stays if the specification has
-    a scale of 0 and no exact 0.0.
+    the whole tensor is zero. Zeros stay zeros by every scale, but under the smallest scale, 2**-126, all later values
+    of such a group would be clipped, and the bias divided by this scale would overflow int32 in an engine. The range is
+    not changed if the specification allows a scale of 0 and its format has no 0.0.
 
     >>> fill_empty_groups(Range(torch.tensor([-3.0, 0.0]), torch.tensor([2.0, 0.0])), QuantSpec("int8"))
     Range(lo=tensor([-3., -3.]), hi=tensor([2., 2.]))
@@ -203,9 +203,9 @@ def choose_qparams(
 
     Symmetric: amax is mapped to the format's bound. Asymmetric: lo and hi to quant_min and quant_max, 0.0 to a code. A
     range too small for a normal scale gets the smallest normal one (2**-126 in float32), so that no scale is zero and
-    no reciprocal infinite: all-zero groups stay zero. A range at the end of the dtype's gets the largest scale with
-    which every code stays finite. Under `QuantSpec.offset`, the rounded offset maps lo to 0, and the scale maps hi +
-    offset to quant_max.
+    no reciprocal infinite: all-zero groups stay zero. A range that reaches the end of the dtype gets the largest scale
+    with which every code stays finite. Under `QuantSpec.offset`, the rounded offset maps lo to 0, and the scale maps
+    hi + offset to quant_max.
 
     Args:
         range: lo and hi of every group [groups per axis], in units of x.
@@ -417,7 +417,7 @@ def as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def on_device_of(x: Tensor, values: Tensor) -> Tensor:
-    """Checked parameters on the device of x, without a wait for it."""
+    """Checked parameters on the device of x, copied without waiting for the device."""
     return values if values.device == x.device else values.to(x.device, non_blocking=True)
 
 

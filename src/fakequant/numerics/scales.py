@@ -49,14 +49,14 @@ class ScaleRounding(Enum):
     float4_e2m1fn, arXiv 2512.02010."""
     SEARCHED = "searched"
     """The scale with the least squared error of the group: the scale of NEAREST, or one of the four numbers of its
-    format below it and the six above it, under the per-tensor scale of NEAREST. For NVFP4, arXiv 2606.07618. Where
-    scales follow the tensor, compiling takes minutes."""
+    format below it and the six above it, under the per-tensor scale of NEAREST. For NVFP4, arXiv 2606.07618. With
+    dynamic scales, torch.compile takes minutes."""
     FLOOR = "floor"
-    """Power-of-two scales: floor(log2(amax)) - floor(log2(bound)), which can saturate. OCP Microscaling 1.0."""
+    """Power-of-two scales, exponent floor(log2(amax)) - floor(log2(bound)); may clip. OCP Microscaling 1.0."""
     CEIL = "ceil"
-    """Power-of-two scales: ceil(log2(amax / bound)), with which nothing saturates. NVIDIA."""
+    """Power-of-two scales, exponent ceil(log2(amax / bound)); clips nothing. NVIDIA."""
     EVEN = "even"
-    """Power-of-two scales: as FLOOR after rounding amax to the element format's precision. torchao, Quark."""
+    """Power-of-two scales: as FLOOR, after amax was rounded to the precision of the element format. torchao, Quark."""
     EVEN_FP4 = "even_fp4"
     """As EVEN at the precision of float4_e2m1fn for every element: MXFP8 inputs of compressed-tensors."""
 
@@ -70,8 +70,8 @@ class ScaleSpec:
     """How scales are stored.
 
     Without a shared scale, a scale in a float format is exactly a number of the format; under a shared scale with a
-    format, it is exactly the product of a number of each. Both are 0 if all values of the group are 0. Signed scales
-    may be negative. The extent of a group is the number from which its scale follows, see `extent`.
+    format, it is exactly the product of a number of each. Such scales are 0 if all values of the group are 0. Signed
+    scales may be negative. The extent of a group is the number from which its scale follows, see `extent`.
 
     Args:
         format: None for float32; a float format, an integer format, or `float8_e8m0fnu`.
@@ -119,9 +119,9 @@ class ScaleSpec:
             words = ", ".join(one.value for one in kinds[:-1]) + " or " * (len(kinds) > 1) + kinds[-1].value
             raise SpecError(f"{self.word}s in {named} are rounded by {words}, not by {rounding.value}")
         if (fmt is None or isinstance(fmt, ExponentFormat)) and granularity is not None:
-            raise SpecError(f"{self.word}s in {named} need no separate scale; leave the granularity out")
+            raise SpecError(f"{self.word}s in {named} need no shared scale; leave the granularity out")
         if rounding is ScaleRounding.FOUR_OVER_SIX and self.shared is not None:
-            raise SpecError(f"four_over_six needs one shared scale for both choices: leave /{self.shared} out")
+            raise SpecError(f"four_over_six needs a shared scale in float32: leave /{self.shared} out")
         if rounding is ScaleRounding.SEARCHED and (granularity is None or self.shared is not None):
             raise SpecError(
                 f"searched {self.word}s need a shared scale in float32: give its granularity, such as "
@@ -129,7 +129,7 @@ class ScaleSpec:
             )
         if fmt is not None and fmt.has_zero_point and granularity is None:
             raise SpecError(
-                f"{self.word}s in {fmt} reach {fmt.quant_max:g} at most and need a separate scale: give its "
+                f"{self.word}s in {fmt} reach {fmt.quant_max:g} at most and need a shared scale: give its "
                 f"granularity, such as '{self.word}={fmt}@per_block(-1:8)/float16'"
             )
         if self.shared is not None and (granularity is None or not isinstance(self.shared, FloatFormat)):
@@ -240,7 +240,7 @@ class ScaleSpec:
 
     @property
     def _room(self) -> float:
-        """The format's largest number over its largest power of two; 1.5 times that power is a number, too."""
+        """The format's largest number over its largest power of two; 1.5 times that power is a number of the format."""
         assert self.format is not None, "float32 scales need none"
         return self.format.quant_max / 2.0 ** (math.frexp(self.format.quant_max)[1] - 1)
 
@@ -378,8 +378,8 @@ class ScaleSpec:
 class OffsetSpec(ScaleSpec):
     """How offsets are stored, in units of x: like scales, rounded to the nearest number; 0 has a code.
 
-    Ranges contain 0, so that offsets are not negative. SIGNED offsets follow from the lowest value of a group itself,
-    whose range then need not contain 0 (KIVI, arXiv 2402.02750).
+    Ranges contain 0, so that offsets are not negative. Under SIGNED the range of a group need not contain 0: the offset
+    follows from the lowest value of the group (KIVI, arXiv 2402.02750).
 
     >>> OffsetSpec.parse("offset=uint6@per_block(-1:8)/float16").granularity
     PerBlock(sizes=((-1, 8),), pad=False)
@@ -398,7 +398,7 @@ class OffsetSpec(ScaleSpec):
     def _check(self) -> None:
         super()._check()
         if self.needs_values and self.granularity is not None:
-            raise SpecError(f"signed offsets are stored as they are: leave @{self.granularity} out")
+            raise SpecError(f"signed offsets have no shared scale: leave @{self.granularity} out")
         if self.format is not None and not self.is_exact:
             raise SpecError(f"offsets in {self.format} need a shared scale in a format: add one, such as /float16")
 

@@ -301,8 +301,8 @@ class QuantSpec:
             same = False
         if not same:
             raise SpecError(
-                f"the specification {text!r} would be read back as another one or not at all; make its format known "
-                "by fakequant.register_format before it is saved or exported, also where it is loaded"
+                f"the specification {text!r} would be read back as another specification or not at all; make its "
+                "format known by fakequant.register_format before it is saved or exported, also where it is loaded"
             )
         return text
 

@@ -75,16 +75,16 @@ def cannot_choose(
     `groups` is the shape of the scales, `order` their axes from slowest to fastest in the kernel (default: in order).
     """
     if spec.gradient is Gradient.CLIP:
-        return "its gradient ends at the values of codes, and the dynamic kernels know those of the range"
+        return "its gradient ends at the values of codes, and kernels that compute scales know only the range"
     scale = spec.scale
     if scale.needs_values:
-        return f"its scales follow from all values of a group by {scale.rounding.value}, and the kernels know its range"
+        return f"{scale.rounding.value} computes scales from all values of a group, and the kernels from its range"
     if not spec.symmetric and spec.offset is None and scale.format is not None:
         return f"the kernels choose zero points by float32 scales only, not by those in {scale.format}"
     if spec.offset is not None and scale.format is not None and not scale.is_exact:
         return f"the kernels choose offsets by exact or float32 scales only, not by {scale}"
     if spec.needs_values:
-        return "its offsets may be negative, and the kernels know ranges that contain 0"
+        return "its offsets may be negative, and the kernels support only ranges that contain 0"
     for stored in (scale, spec.offset):
         if stored is not None and stored.format is not None and (reason := _cannot_store(stored, dtype, groups, order)):
             return reason
@@ -105,9 +105,9 @@ def _cannot_store(
         return None
     if not stored.is_exact:
         whole = within.block_shape(groups) == groups
-        return None if whole else f"its {what}s share scales {within}, and the kernels know those of the whole tensor"
+        return None if whole else f"its {what}s share scales {within}, and the kernels support one for the tensor only"
     if not fmt.has_zero_point:
-        return f"the kernels know integer codes of {what}s under a shared scale, not {fmt}"
+        return f"the kernels support integer codes of {what}s under a shared scale, not {fmt}"
     if in_turn(stored, groups, order) is None:
         return f"{what}s that share one {within} do not follow each other in memory"
     return None

@@ -440,7 +440,7 @@ def _sizes(codes: Tensor, weight: PackedWeight) -> list[int] | None:
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether x [n, channels, ...] is channels-last by torch's rule, so that oneDNN's result is; False with gaps.
+    """Whether x [n, channels, ...] is channels-last by torch's rule, as oneDNN's result then is, too; False with gaps.
 
     The rule of torch (c10/core/MemoryFormat.h) also reads strides of axes of one element: an image with channels last
     does not count if its axis n was added by `unsqueeze`, with a stride that is too small.

@@ -515,7 +515,7 @@ class FloatFormat(Format):
 
     @property
     def _is_torchs(self) -> bool:
-        """Whether torch's own conversions give the codes: for 8 bits they saturate and encode NaN differently."""
+        """Whether torch's conversions give the codes; to 8 bits they saturate and encode NaN differently."""
         return self.storage.is_floating_point and self.bits == 16
 
     def to_storage(self, code: Tensor) -> Tensor:
@@ -609,7 +609,7 @@ class ExponentFormat(Format):
 
     @property
     def exponent_bias(self) -> int:
-        """The bias: added to an exponent, it gives the code; also the largest exponent."""
+        """The number that is added to an exponent to get its bit pattern; also the largest exponent."""
         return (1 << self.exponent_bits - 1) - 1
 
     @property

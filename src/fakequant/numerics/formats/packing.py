@@ -18,7 +18,7 @@ _CHUNK = 1 << 17
 
 
 def pack(patterns: Tensor, bits: int, plus: int = 0) -> Tensor:
-    """Numbers [..., n] as uint8 [..., ceil(n * bits / 8)]; each number plus `plus`, modulo 256, is below 2**bits.
+    """Add `plus` to numbers [..., n], and pack the sums modulo 256, below 2**bits, to uint8 [..., ceil(n * bits / 8)].
 
     >>> pack(torch.tensor([1, 2, 3]), 4)
     tensor([33,  3], dtype=torch.uint8)
