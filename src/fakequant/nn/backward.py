@@ -29,7 +29,7 @@ from fakequant.ops import library
 from fakequant.ops.graph_operators import is_compiled_in_transforms, is_recorded, needs_tracing, quantize_as_node
 
 _AXES = {0: {-1: 0, 0: 1}, 1: {-1: 1, 0: 0}}
-"""Maps the axis of a factor that the product sums over to the factor's axis for each axis of a specification."""
+"""By the axis of a factor that the product sums over: the factor's axes for the axes -1 and 0 of a specification."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Trained(nn.Module):
 
 
 class Factor(NamedTuple):
-    """A factor of a product: quantized (`value`), and before; both are one tensor if gradients stay in float."""
+    """A factor of a product: quantized (`value`) and unquantized (`before`); one tensor if gradients stay in float."""
 
     value: Tensor
     before: Tensor

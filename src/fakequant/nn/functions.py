@@ -143,7 +143,7 @@ class Trait(Flag):
     ATTENTION = auto()
     """Computes two products with a softmax between them, and may take a mask."""
     HEADS = auto()
-    """The operand that is summed along its axis -2, as the values of attention, gives the result its last axis."""
+    """The last axis of the result is that of the operand that is summed along axis -2, as the values of attention."""
     SOFTMAX = auto()
     """Turns scores into probabilities; masked scores may be among them."""
     IDENTITY = auto()

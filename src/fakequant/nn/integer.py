@@ -121,7 +121,7 @@ class Ready:
 
 
 _READY: WeakKeyDictionary[nn.Module, Ready] = WeakKeyDictionary()
-"""By layer. As an attribute of the layer it would be a change of the model by each run, which is undone."""
+"""The cache of each layer. It is no attribute of the layer, because a run's changes of attributes are undone."""
 
 
 class IntegerProduct(ABC):
@@ -220,7 +220,7 @@ def cannot_multiply(spec: QuantSpec) -> str | None:
     if fmt.storage not in products.CODES:
         return f"codes of {fmt} do not fit 8 bits"
     if not spec.arithmetic.is_linear:
-        return f"{spec.arithmetic} does not multiply codes by their scale, and a product does"
+        return f"{spec.arithmetic} does not multiply codes by their scale, as an integer product must"
     if spec.rounding is Rounding.STOCHASTIC:
         return "stochastic rounding is simulated"
     if spec.offset is not None:

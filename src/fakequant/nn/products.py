@@ -149,7 +149,7 @@ class MatrixProduct(Product):
     """The product of rows of an input with a weight [out, in], as in a linear layer."""
 
     readers: int = 1
-    """How many weights multiply the layer's first input; a transform changes them all. 0: the input can have none."""
+    """How many weights multiply the layer's first input; its transform changes all of them. 0: it can have none."""
 
     takes_parts: ClassVar[bool] = False
     """Whether the rows can be computed for some channels of the input at a time."""

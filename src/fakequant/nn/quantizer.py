@@ -92,7 +92,7 @@ def magnitudes(spec: QuantSpec, weight: Tensor) -> Tensor:
 def weight_version(weight: Tensor) -> Any:
     """A value that differs after nearly every change of a weight: torch counts writes, except those through `data`.
 
-    peft merges adapters through `data`; so the value of a weight on the CPU also has its first element.
+    peft merges adapters through `data`; so for a weight on the CPU the returned value also has its first element.
     """
     if type(weight) is not nn.Parameter or weight.is_inference():
         return type(weight)
@@ -575,7 +575,7 @@ class Quantizer(QuantizerPart):
         if fits and isinstance(granularity, PerBlock) and not granularity.pad and self.dynamic:
             return
         if torch.compiler.is_compiling():
-            raise ConfigError(f"{self.name}: call the model once before torch.compile, so processes compare inputs")
+            raise ConfigError(f"{self.name}: call the model before torch.compile, so that processes compare inputs")
         found = gather(fingerprint(x.detach()), mesh.group)
         if any(one != found[0] for one in found):
             raise ConfigError(
@@ -1159,8 +1159,9 @@ class Quantizer(QuantizerPart):
         """
         if state_dict.pop(prefix + MERGED, None) is not None and not vars(self).get(MERGED):
             warn_user(
-                "the adapter was trained as it will be merged (QATCallback, Training or train_merged), and computes "
-                "something else beside quantized layers; call fakequant.integrations.peft.train_merged(model)",
+                "the adapter was trained as merged into the weight (by QATCallback, Training or train_merged), but "
+                "here it is added to the layer's output, which gives other results; call "
+                "fakequant.integrations.peft.train_merged(model)",
                 StaleScaleWarning,
             )
         methods = {key.removeprefix(prefix).split(".")[0] for key in state_dict if key.startswith(prefix)}
@@ -1174,7 +1175,7 @@ class Quantizer(QuantizerPart):
             if (other := local_metadata.get("spec", self._numbers())) != self._numbers():
                 error_msgs.append(
                     f"{prefix.removesuffix('.')} is {self._numbers()}, and its state is of {other}: prepare the model "
-                    "with the configuration that the state is of"
+                    "with the configuration of the state"
                 )
         keeps = local_metadata.get("keeps_codes", self.keeps_codes)
         key, wanted = prefix + KEY, integers_of(self.spec.format)
@@ -1191,7 +1192,7 @@ class Quantizer(QuantizerPart):
         if by_value is not None and scale is not None and not (scale.dim() > 1 and len(scale) == by_value.count):
             error_msgs.append(
                 f"{self._title()} has ranges by {by_value.name} in {by_value.count} bins, and {prefix}scale is "
-                f"{list(scale.shape)}; load it into a model that was calibrated alike"
+                f"{list(scale.shape)}; load it into a model that was calibrated in the same way"
             )
         else:
             super()._load_from_state_dict(

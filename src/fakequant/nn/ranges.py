@@ -146,7 +146,7 @@ def has_tensor_scale(spec: QuantSpec) -> bool:
 def check_global_scale(global_scale: Tensor, spec: QuantSpec) -> None:
     """Raise QParamsError unless a global scale is float32 [1], finite and positive, and the specification has one."""
     if not has_tensor_scale(spec):
-        raise QParamsError(f"{GLOBAL_SCALE} fixes a scale of the tensor above those of blocks; leave it out for {spec}")
+        raise QParamsError(f"{GLOBAL_SCALE} needs a tensor scale above scales of blocks; leave it out for {spec}")
     if global_scale.dtype is not torch.float32 or tuple(global_scale.shape) != (1,):
         raise QParamsError(f"{GLOBAL_SCALE} must be float32 [1], got {global_scale.dtype} {list(global_scale.shape)}")
     if not bool(global_scale.isfinite().all() and (global_scale > 0).all()):

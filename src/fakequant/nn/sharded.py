@@ -63,7 +63,7 @@ def is_shared_out(layer: nn.Module, quantizer: Any) -> bool:
 
 
 def known_parts(name: str, spec: QuantSpec, x: Any, *, observed: bool) -> Tensor:
-    """A DTensor after the sum over its partial sums, for the quantizer `name`; raises ConfigError like `check_parts`.
+    """The DTensor x with its partial sums added, for the quantizer `name`; raises ConfigError like `check_parts`.
 
     `observed`: a calibrator gathers the parts next, so that a ConfigError is also raised if their sizes differ between
     processes.
@@ -74,9 +74,9 @@ def known_parts(name: str, spec: QuantSpec, x: Any, *, observed: bool) -> Tensor
             own, shapes = tuple(x.shape), gather(tuple(x.shape), x.device_mesh.get_group(place))
             if other := next((shape for shape in shapes if shape != own), None):  # to gather it would end in an abort
                 raise ConfigError(
-                    f"{name}: the parts of this tensor differ in size, and RowwiseParallel takes them for equal: all "
-                    f"would be {list(own)} here, and {list(other)} elsewhere. Take a width that {len(shapes)} divides, "
-                    "or ColwiseParallel(output_layouts=Replicate()) before "
+                    f"{name}: the parts of this tensor differ in size, but RowwiseParallel takes them for equal: by the "
+                    f"part of this process the tensor has shape {list(own)}, by another part {list(other)}. Take a width "
+                    f"that {len(shapes)} divides, or ColwiseParallel(output_layouts=Replicate()) before "
                     "RowwiseParallel(input_layouts=Replicate())"
                 )
     check_parts(name, spec, x, range(x.device_mesh.ndim))

@@ -368,7 +368,7 @@ class SiteMode(TorchFunctionMode):
         pause()
 
     def finish(self) -> None:
-        """Raise SiteError if `forward` made fewer calls than planned, unless it plainly returned early.
+        """Raise SiteError if `forward` made fewer calls than planned, unless it clearly returned early.
 
         If `forward` has never made all planned calls, it always raises.
         """

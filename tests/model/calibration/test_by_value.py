@@ -159,7 +159,7 @@ def test_a_file_and_a_copy_keep_the_ranges(tmp_path: Path) -> None:
 def test_states_of_other_bins_are_refused() -> None:
     model = calibrated()
     for other in (one_bin(0), calibrated(bins=5)):
-        with pytest.raises(RuntimeError, match="calibrated alike"):
+        with pytest.raises(RuntimeError, match="calibrated in the same way"):
             model.load_state_dict(other.state_dict())
     plain = one_bin(0)
     plain.load_state_dict(calibrated().state_dict())

@@ -184,7 +184,7 @@ def test_the_projection_that_attention_in_float_reads_stays() -> None:
     model = nn.Sequential(OwnAttention(4, 2), nn.Linear(4, 4))
     text = (
         r"OwnAttention \(1: its own forward\), "
-        r"NonDynamicallyQuantizableLinear \(1: its weight is read without calling it"
+        r"NonDynamicallyQuantizableLinear \(1: its weight is read without a call of the layer"
     )
     with pytest.warns(CoverageWarning, match=text):
         fq.prepare(model, "int8")

@@ -307,7 +307,7 @@ class QuantExperts(QuantizedLayer):
             return result
         if implementation not in _VISIBLE:
             raise CallError(
-                f"the experts implementation {implementation!r} computes both products at once, so that what is "
+                f"the experts implementation {implementation!r} computes both products at once, so that the tensor "
                 "between them cannot be quantized; call model.set_experts_implementation('grouped_mm')"
             )
         return original(_Seen(experts, _first(self)), self.quantized_input(hidden_states), top_k_index, top_k_weights)

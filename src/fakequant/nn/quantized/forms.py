@@ -78,7 +78,7 @@ def why_changed(cls: type[nn.Module]) -> str | None:
     if base is None or cls is base:
         return None
     if issubclass(cls, _NEVER_CALLED):
-        return "its weight is read without calling it"
+        return "its weight is read without a call of the layer"
     if type(cls) is not type:
         return f"the metaclass {type(cls).__name__}"
     form = cast("type[QuantizedLayer]", _form(base))

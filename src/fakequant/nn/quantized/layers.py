@@ -247,7 +247,7 @@ def quantizes(float_class: type[nn.Module] | str) -> Callable[[LayerClass], Laye
         ConfigError: the class is not a subclass of the float layer, or lacks the axis of an input.
 
     >>> class Scaled(torch.nn.Linear):
-    ...     "Its forward is its own, so that `prepare` leaves it in float."
+    ...     "Overrides `forward`, so that `prepare` leaves it in float."
     ...     def forward(self, input):
     ...         return 2 * super().forward(input)
     >>> @quantizes(Scaled)
@@ -375,7 +375,7 @@ class SpatialLayer(QuantizedLayer):
     """A layer whose input [n, channels, ...] has spatial axes; the axis n may be missing."""
 
     def quantized_input(self, x: Tensor) -> Tensor:
-        """The quantized input; axis n is added for this, because learned steps count the elements of an example."""
+        """The quantized input; the quantizer gets an axis n, because a learned step counts elements of an example."""
         if not self._is_one_example(x):
             return super().quantized_input(x)
         return super().quantized_input(x.unsqueeze(0)).squeeze(0)

@@ -225,9 +225,9 @@ class LayerQuantizers(NamedTuple):
             return "its hidden state has several ranges"
         by_row = hidden is None or (is_by_row(hidden.spec) and hidden.spec.symmetric)
         if hidden is not None and (hidden.learned is not None or (hidden.dynamic and not by_row)):
-            return "the range of its hidden state is computed of whole steps"
+            return "the range of its hidden state is computed from all rows of a step"
         if input is not None and input.dynamic and not is_by_row(input.spec):
-            return "the range of its input is that of one step"
+            return "the range of its input is computed at each step"
         return None
 
 
@@ -536,7 +536,7 @@ class _RecurrentLayer(Recurrent):
                     "axis in dynamic_shapes"
                 )
             if why_not:
-                text = f"{name}{because}: the file has the nodes of {steps} steps, and takes no others"
+                text = f"{name}{because}: the file has the nodes of {steps} steps, and takes only inputs of that length"
                 warn_user(text, CoverageWarning)
         inputs: dict[int, _Rows] = {}  # one tensor for both directions
 
