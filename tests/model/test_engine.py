@@ -109,7 +109,7 @@ def test_unknown_names_get_the_nearest() -> None:
         fq.prepare(nn.Sequential(nn.Linear(4, 4)), "int8", target="vlm")
     with pytest.raises(ConfigError, match=r"register_engine takes a fakequant\.Engine, got 'mine'"):
         fq.register_engine("mine")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="no other arithmetic of it is known"):
+    with pytest.raises(ConfigError, match="this engine can only be simulated"):
         fq.set_execution(fq.prepare(nn.Sequential(nn.Linear(4, 4)), "int8"), "vllm")
 
 

@@ -191,7 +191,7 @@ def test_a_scale_stays_where_the_batch_does_not_reach_another_reader(in_float: l
         found = fold_scales(model, x)
         assert [model(x), model(-x)] == [pytest.approx(y) for y in before]
     notes = {of.layer: of.note for of in found.layers}
-    assert "this batch does not reach gate.weight, which may belong to the same values" in notes["up"]
+    assert "this batch does not reach gate.weight, which may read the same values" in notes["up"]
     assert notes.get("gate", "this batch does not reach it") == "this batch does not reach it"
 
 

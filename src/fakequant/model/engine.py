@@ -59,7 +59,7 @@ class Engine:
         aliases: other names, such as names of engines that load the same models.
         page: the page of the documentation, "" for none.
         known: a sentence on the engine's speed; "" if nothing is known.
-        others: a prefix: the engine also runs every preset whose name starts with it. None if it runs only `kinds`.
+        others: the engine also runs every preset whose name starts with this text; None if it runs only `kinds`.
 
     Raises:
         ConfigError: an attribute has a wrong type.
@@ -233,7 +233,7 @@ def _chosen(execution: Execution | Device | Engine | str) -> tuple[Execution, De
     known = {name: engine.device for name, engine in known_engines().items() if engine.device is not None}
     if not isinstance(execution, str) or execution not in known:
         is_known = isinstance(execution, Engine) or (isinstance(execution, str) and execution in known_engines())
-        hint = "; no other arithmetic of it is known" if is_known else nearest(str(execution), [*names, *known])
+        hint = "; this engine can only be simulated" if is_known else nearest(str(execution), [*names, *known])
         raise ConfigError(
             f"execution must be one of {', '.join(map(repr, [*names, *sorted(known)]))}, got {execution!r}{hint}"
         )

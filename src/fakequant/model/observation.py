@@ -156,7 +156,7 @@ class Unseen:
                 served[name] = len(donors)
         left = [name for name in zeros if name not in served]
         what = "the inputs of these quantizers were zero in every batch, so that they have no range"
-        ends = [f"{', '.join(left)}, which are left in float until a calibration finds one"] if left else []
+        ends = [f"{', '.join(left)}, which are left in float until a calibration finds a range"] if left else []
         ends += [f"{name}, which gets the range of {count} siblings" for name, count in served.items()]
         cure = 'Give batches in which they are not zero, or pass unseen="siblings" for the ranges of layers beside them'
         warn_user(f"{what}: {'; '.join(ends)}. {cure}", CalibrationWarning)

@@ -379,11 +379,11 @@ def quantizers_of(
 
 
 PEAK = 44.0
-"""From this ratio of an input's largest magnitude to its root mean square on, 8 bits give less than 20 dB, by the
-noise of a step of peak / 127. MiniLM-L6 has 89, and its output has 15 dB by `int8`, 23 dB by `int8_per_token`; a ViT,
-a byte transformer, Fracast-0, CREPE and a perceptron have at most 24, and their outputs 34 dB and more."""
+"""The ratio of an input's largest magnitude to its root mean square above which 8 bits give less than 20 dB, because a
+step is the largest magnitude / 127. MiniLM-L6 has 89, and its output has 15 dB by `int8`, 23 dB by `int8_per_token`; a
+ViT, a byte transformer, Fracast-0, CREPE and a perceptron have at most 24, and their outputs 34 dB and more."""
 _FEWER = 2.0
-"""From this ratio of the largest value to the root mean square of tokens' largest on, scales per token gain 6 dB."""
+"""The largest value over the root mean square of all tokens' largest values, above which scales per token gain 6 dB."""
 
 
 class Peaks:
@@ -395,8 +395,8 @@ class Peaks:
     >>> with Peaks(model).watching() as peaks, disabled(model):
     ...     y = model(x)
     >>> print(*peaks.notes)
-    1 input of a linear layer has single values far larger than the others, 0 140 times the root mean square: one \
-fixed scale of 8 bits loses much there, and "int8_per_token" loses less where the engine takes it
+    1 input of a linear layer has single values far larger than the others, up to 140 times the root mean square in 0: \
+one fixed scale of 8 bits loses much there, and "int8_per_token" loses less where the engine takes it
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -445,6 +445,6 @@ fixed scale of 8 bits loses much there, and "int8_per_token" loses less where th
         many = len(self._found)
         return [
             f"{many} input{'s of linear layers have' if many > 1 else ' of a linear layer has'} single values far "
-            f"larger than the others, {layer_of(worst)} {self._found[worst]:.0f} times the root mean square: one fixed "
-            'scale of 8 bits loses much there, and "int8_per_token" loses less where the engine takes it'
+            f"larger than the others, up to {self._found[worst]:.0f} times the root mean square in {layer_of(worst)}: "
+            'one fixed scale of 8 bits loses much there, and "int8_per_token" loses less where the engine takes it'
         ]

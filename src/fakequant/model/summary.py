@@ -74,9 +74,9 @@ class Left(NamedTuple):
     modules: dict[type[nn.Module], int]
     """The number of modules of each class, the classes with most parameters first."""
     parameters: float
-    """The share of the modules in float in the model's parameters."""
+    """The share of the model's parameters that is in these modules."""
     products: dict[str, float]
-    """The shares of operations outside of quantized layers in the model's multiply-accumulates, the largest first."""
+    """By operation outside of quantized layers, its share of the model's multiply-accumulates, the largest first."""
 
     def __str__(self) -> str:
         parts = []
@@ -99,7 +99,7 @@ class Left(NamedTuple):
             ops = sorted({*filter(None, map(product_function, self.modules))})
             if ops:
                 advice += f"; Rule('*', preset, ops={tuple(ops)!r}) quantizes such products in their own forwards"
-            advice += f"; fakequant.nn.quantizes registers a quantized form, and {rule} says that float is meant"
+            advice += f"; fakequant.nn.quantizes registers a quantized form, and {rule} ends this warning"
         return f"{'; '.join(parts)} ({advice})"
 
 
@@ -165,7 +165,7 @@ def scripted(model: nn.Module, purposely: set[nn.Module]) -> str | None:
         return None
     named = listed([module_name(path) for path in found], 6)
     return (
-        f"modules of torch.jit compute in float what no run shows, and are in no count of products: {named}. Prepare "
+        f"modules of torch.jit compute in float, and their products are in no list and no count: {named}. Prepare "
         "the modules as they were written, and script them afterwards"
     )
 
@@ -478,7 +478,7 @@ class Summary:
         lines += [f"gradients of layers and functions, in {count} of them: {text}" for text, count in gradients.items()]
         if self.unsearched:
             weights = "1 weight has" if self.unsearched == 1 else f"{self.unsearched} weights have"
-            cure = "fakequant.calibrate(model) searches nearer ones"
+            cure = "fakequant.calibrate(model) searches scales with smaller errors"
             lines.append(f"{weights} the scales of the largest values; {cure}")
         lines.append(self.size)
         if self.unquantized is not None:

@@ -575,7 +575,8 @@ def untied(model: nn.Module, purposely: set[nn.Module]) -> str | None:
 
 _NAMED_WIDE = 3
 _MORE = 1.05
-"""A note is given if the bits per weight exceed the narrowest codes by more: a float32 scale for 32 codes takes 1."""
+"""A note is given if the bits per weight exceed the bits of the narrowest codes by more than this number: a float32
+scale for 32 codes takes 1."""
 
 
 class WeightBits(NamedTuple):
@@ -668,7 +669,7 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool)
         shown = listed([f"{module_name(path)} ({weights[path].per_weight:.2f} bits)" for path in large], _NAMED_WIDE)
         notes.append(
             f"{bits}, where the codes have {total.codes / total.elements:.2f}; the scales of {shown} take most of "
-            "them. skip=[...] leaves such layers in float, rules={name: 'int8_weight_only'} is finer"
+            "them. skip=[...] leaves such layers in float, rules={name: 'int8_weight_only'} gives them codes of 8 bits"
         )
     return notes
 

@@ -71,7 +71,7 @@ def test_classes_shares_and_what_to_do() -> None:
     assert told(model) == (
         f"2 modules with {100 * 100 / total:.0f} % of the parameters stay in float: Pairs (1: its own forward), "
         "Rows (1: no quantized form) (fakequant.summary(model, example) lists all; fakequant.nn.quantizes "
-        "registers a quantized form, and Rule('*', layers=('Pairs', 'Rows')) says that float is meant)"
+        "registers a quantized form, and Rule('*', layers=('Pairs', 'Rows')) ends this warning)"
     )
     assert sum(p.numel() for module in model.modules() for p in weights_of(module)) == weights
 
@@ -140,7 +140,7 @@ def test_an_example_tells_the_products() -> None:
 def test_products_of_what_a_rule_leaves_are_meant() -> None:
     text = told(Mixed(), presets.INT8.with_rule(fq.Rule("first"), fq.Rule("second")), X)
     assert text.startswith("products with 16 % of the multiply-accumulates have inputs in float: matmul 16 % (fake")
-    assert "says that float is meant" not in text
+    assert "ends this warning" not in text
 
 
 def test_presets_that_leave_inputs_in_float_speak_of_no_products() -> None:

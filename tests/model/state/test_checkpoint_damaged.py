@@ -73,7 +73,7 @@ WEIGHT = (*HEAD, "quantizers", "_weight_quantizer")
         (lambda manifest: manifest.clear() or manifest.update(model="other"), "is not a checkpoint of version 1"),
         (_set("layers", ["stem"]), r"layers is \['stem'\], not an object"),
         (_set("shared", {"head.weight": "stem.weight"}),
-         r"is damaged: it lists head\.weight as shared with stem\.weight, and also stores it as a tensor of its own"),
+         r"is damaged: it lists head\.weight as shared with stem\.weight, and also stores it as a separate tensor"),
         (_set("shared", {"tied": "nothing"}),
          "is damaged: tied should share the tensor nothing, which the checkpoint lacks; save it again"),
         (_set("shared", {"tied": 1}), r"shared\.tied is 1, not a text"),

@@ -228,7 +228,7 @@ LEFT: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
     "hook on the layer": (lambda m: m[0].register_forward_hook(lambda *_: None), "the layer before it has hooks"),
     "hook on itself": (lambda m: m[1].register_forward_hook(lambda *_: None), "it has hooks or a forward of its own"),
     "another range": (set_module("1", Clipped(4)), "a Clipped may compute something else"),
-    "two inputs": (set_module("1", Added(4)), "a Added takes more than an input"),
+    "two inputs": (set_module("1", Added(4)), "a Added takes more than one input"),
     "raises": (set_module("1", Moving(4)), "a Moving may compute something else"),
     "tensors of one": (set_module("1", OtherFrozen(4)), "a OtherFrozen may compute something else"),
     "other channels": (set_module("1", nn.BatchNorm2d(5)), "it has 5 channels, and the layer before it 4"),

@@ -305,11 +305,15 @@ class Scores(nn.Module):
 @pytest.mark.parametrize("traced", [False, True])
 def test_products_inside_of_scripted_modules_are_named(traced: bool) -> None:
     inner = torch.jit.trace(Scores(), (X,)) if traced else torch.jit.script(Scores())
-    with pytest.warns(CoverageWarning, match=r"^modules of torch\.jit compute in float what no run shows.*: 1\. Prep"):
+    with pytest.warns(
+        CoverageWarning, match=r"^modules of torch\.jit compute in float, and their products are in no list.*: 1\. Prep"
+    ):
         made = fq.prepare(nn.Sequential(nn.Linear(4, 4), inner), "INT8", example=X)
     fq.calibrate(made, [X])
     assert made(X).shape == X.shape
-    with pytest.warns(CoverageWarning, match=r"^modules of torch\.jit compute in float what no run shows.*: 1\. Prep"):
+    with pytest.warns(
+        CoverageWarning, match=r"^modules of torch\.jit compute in float, and their products are in no list.*: 1\. Prep"
+    ):
         assert fq.summary(made, X).unquantized == []
     if not traced:
         with pytest.raises(ExportError, match=r"^1 is a module of torch\.jit\.script, into which torch\.export cannot"):

@@ -351,7 +351,7 @@ class Unreached:
     >>> model, x = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)]), torch.ones(1, 4)
     >>> found = Unreached(model, record(model, lambda: model[1](model[0](x))))
     >>> found.why_not(8)
-    'this batch does not reach 2.weight, which may belong to the same values; give a batch that does, or remove it'
+    'this batch does not reach 2.weight, which may read the same values; give a batch that reaches it, or remove it'
     >>> found.why_not(4) is None
     True
     """
@@ -377,12 +377,12 @@ class Unreached:
             return None
         if name in self._scripted:
             return (
-                f"{name} may belong to the same values, and torch.jit does not show whether a run reads it; change the "
+                f"{name} may read the same values, and torch.jit does not show whether a run reads it; change the "
                 "weights first, and script the module afterwards"
             )
         return (
-            f"this batch does not reach {name}, which may belong to the same values; give a batch that does, or remove "
-            "it"
+            f"this batch does not reach {name}, which may read the same values; give a batch that reaches it, or "
+            "remove it"
         )
 
 

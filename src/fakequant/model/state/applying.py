@@ -247,8 +247,8 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
             )
         if name in tensors:
             raise CheckpointError(
-                f"the checkpoint is damaged: it lists {name} as shared with {source}, and also stores it as a tensor "
-                "of its own; save it again"
+                f"the checkpoint is damaged: it lists {name} as shared with {source}, and also stores it as a "
+                "separate tensor; save it again"
             )
     readers: dict[str, list[str]] = {}
     for path, name in weight_places(modules, state).items():

@@ -80,7 +80,7 @@ def value_of(value: Any, place: str, kind: Any) -> Any:
     """A value of JSON as an object of `kind`: a dataclass, text, number, None, or a list, tuple or mapping of these.
 
     Floats may be the texts "inf", "-inf" and "nan", which JSON lacks. A member of an enumeration is read from its
-    value, as a key of a mapping from its name. A class with a method `parse` is read from a text.
+    value, or if it is the key of a mapping, from its name. A class with a method `parse` is read from a text.
 
     >>> value_of({"a": [1, "inf"]}, "values", Mapping[str, Sequence[float]])
     {'a': [1.0, inf]}

@@ -112,8 +112,8 @@ class QuantizedState(Plan):
 
     Attributes:
         tensors: parameters and buffers by their name in the state dict, without tied names.
-        weights: the quantized weights as codes, by the name of the parameter. In a snapshot of a model they are made
-            anew at each access: use one before you read the next, and before the model changes.
+        weights: the quantized weights as codes, by the name of the parameter. In a snapshot of a model a weight is made
+            anew at each access: use it before you read the next weight, and before the model changes.
         layers: the quantizers of each layer, by path.
         sites: the quantizers of functions that a `forward` calls.
         shared: for a further name of a tied tensor, its name in `tensors` or `weights`.

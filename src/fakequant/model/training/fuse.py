@@ -273,7 +273,7 @@ def why_other(norm: nn.Module, axes: int) -> str | None:
     if any(map(is_lazy, chain(norm.parameters(), norm.buffers()))):
         return said
     if len(inspect.signature(norm.forward).parameters) != 1:
-        return f"a {type(norm).__name__} takes more than an input"
+        return f"a {type(norm).__name__} takes more than one input"
     with torch.random.fork_rng(devices=()):
         own: Any = copy.deepcopy(norm).eval()
         for length in (1, 3, 8):

@@ -285,7 +285,7 @@ class Options:
         scales: when scales may move.
         method: how scales are learned with `Scales.LEARNED`: "lsq", "lsq_plus", "pact" or "tqt", see `Quantizer.learn`.
         method_options: options of the method, such as {"gradient_factor": False}.
-        scale_lr: the learning rate of learned scales over the learning rate of all other parameters.
+        scale_lr: the learning rate of learned scales divided by that of all other parameters.
         freeze_batch_norm_after: the share of the epochs after which batch statistics are frozen; 1.0 never freezes.
         optimizer: a function that makes the optimizer from the parameters, with lr=1.0, which the schedule multiplies.
         on_epoch: called as on_epoch(epoch, mean loss) after every epoch; returning False ends the training.
@@ -321,7 +321,7 @@ def few_bits(original_epochs: float, lr: float = 3e-3) -> tuple[Schedule, Option
 
     Adam divides steps by the size of each parameter's gradients. The fewer bits, the more this size differs between
     scales and weights, so that one learning rate of SGD does not suit both. Weights in `int2` train better after
-    `calibrate(weight_method="max")`: 98.05 % of digits instead of 97.38 %, over three seeds.
+    `calibrate(weight_method="max")`: 98.05 % of digits are right instead of 97.38 %, over three seeds.
 
     >>> schedule, options = few_bits(original_epochs=20)
     >>> schedule.epochs, schedule.lr(0.0), options.scales.name
