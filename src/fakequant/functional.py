@@ -205,7 +205,9 @@ def _resolve(
     elif scale is not None:
         raise QParamsError("both scale and amax were given; the scale follows from amax, so give one of them")
     elif zero_point is not None and amax is not None:
-        raise QParamsError("a zero_point was given with amax, which is for symmetric ranges; give it with a scale")
+        raise QParamsError(
+            "a zero_point was given with amax, which is for symmetric ranges; give the zero_point with a scale"
+        )
     elif zero_point is not None:
         raise QParamsError("a zero_point was given without a scale; give both, or neither to take them from x")
     elif amax is not None:

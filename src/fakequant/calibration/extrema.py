@@ -236,7 +236,7 @@ class ExtremaCalibrator(Calibrator):
             came = f"{type(other).__name__}({other.spec if isinstance(other, Calibrator) else ''})"
             raise ConfigError(
                 f"cannot merge {came} into {type(self).__name__}({self.spec}); "
-                "calibrators merge only with one method and one specification"
+                "give calibrators with the same method and specification"
             )
         if other._seen is None:
             return

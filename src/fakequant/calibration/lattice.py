@@ -25,7 +25,7 @@ _STARTS = 13
 _REACH = 1.6
 """The first scales tried map the farthest value up to this many codes beyond or within the end of the format."""
 _SHARED = tuple(1.0 + step / 100.0 for step in (0, -1, 1, -2, 2, -4, 4, 6))
-"""The shared scales tried, as multiples of the one under which the farthest scale gets the farthest code."""
+"""The shared scales tried, as multiples of that under which the farthest scale gets the farthest code."""
 _ROUNDS = 2
 
 
@@ -319,7 +319,7 @@ class _Search:
         return _Point(d, sc, dm, mc, self._error(self._codes(s, m), s, m))
 
     def _on_lattice(self, s: Tensor, m: Tensor) -> _Point:
-        """The point with the best shared scales: first of the scales, with offsets in float, then of the offsets."""
+        """The point with the best shared scales: those of the scales are chosen first, then those of the offsets."""
         one, best = torch.ones_like(s), None
         for d in self.scale.starts(s):
             sc = self.scale.codes(s, d)

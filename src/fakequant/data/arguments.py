@@ -36,7 +36,7 @@ class NamedMetric:
         return self.function(model)
 
     def shown(self, value: float) -> float:
-        """The figure that is shown for a value of the metric; from a shown figure, the value of the metric."""
+        """A value of the metric with the sign in which it is shown; a shown figure gives the value of the metric."""
         return -value if self.negated else value
 
 

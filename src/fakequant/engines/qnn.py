@@ -205,7 +205,7 @@ def _multiplication(*numbers: tuple[float, int]) -> tuple[int, int, int]:
 
 
 def add_of_16_bits(parts: Operands, result: CodeGrid) -> Tensor:
-    """The codes of a sum of two tensors of 16 bits: the larger multiplier has 15 bits, and an even number is added."""
+    """The codes of a sum of two tensors of 16 bits: the larger multiplier has 15 bits; the added constant is even."""
     a, b = parts.tensors
     scales = torch.stack([grid.scale.float().double() for grid in (a.grid, b.grid, result)])
     ratios = scales[:2] / scales[2]

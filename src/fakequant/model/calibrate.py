@@ -148,7 +148,9 @@ def chosen_values(
     """The `ByValue` that chooses among ranges (None: one range), and the batches, stored if they decide the bins."""
     if by is None:
         if bins is not None or boundaries is not None:
-            raise ConfigError('bins= and boundaries= divide the values of an argument; name it, such as by="timestep"')
+            raise ConfigError(
+                'bins= and boundaries= divide the values of an argument; give its name, such as by="timestep"'
+            )
         return None, data
     if bins is not None and boundaries is not None:
         raise ConfigError("bins= and boundaries= both say where the bins lie; give one of them")

@@ -341,8 +341,9 @@ class Vanishing:
             lost.append(f"{where} (largest {most:.3g}, step {step:.3g})")
         if lost:
             warn_user(
-                f"no value is above half a step of its scale, and all become 0: {listed(lost, 4)}. Scale them in "
-                "the model, quantize them apart from large values, or leave the function or layer in float by a rule",
+                f"all values become 0, because none is above half a step of their scale: {listed(lost, 4)}. Scale them "
+                "in the model, quantize them separately from large values, or leave the function or layer in float by "
+                "a rule",
                 CalibrationWarning,
             )
 

@@ -68,9 +68,9 @@ def prepare(
     """Turn the layers of a model into quantized layers, in place.
 
     Layers change their class to a subclass (`nn.Linear` to `QuantLinear`): parameters, hooks, `state_dict` keys and
-    `isinstance` stay. Layers of the classes in `fakequant.nn.layers()` are quantized, and of subclasses that compute
-    alike. Other subclasses may compute anything: with an example, the function that multiplies by their weight gets the
-    quantizers; else they stay in float until `fakequant.nn.quantizes` names their quantized form.
+    `isinstance` stay. Layers of the classes in `fakequant.nn.layers()` are quantized, and layers of subclasses with the
+    same computation. Other subclasses may compute anything: with an example, the function that multiplies by their
+    weight gets the quantizers; else they stay in float until `fakequant.nn.quantizes` names their quantized form.
 
     If weights stay in float for lack of a quantized form, a `CoverageWarning` names and counts them, in one line. A
     rule that leaves a layer in float ends the warning for it.
@@ -84,10 +84,10 @@ def prepare(
         inputs: which part of the example the model gets, as for `calibrate`.
         target: the engine that will run the model, by its name in `fakequant.known_engines()`, or a `fakequant.Engine`.
             If the engine computes something else than the configuration, so does the prepared model, with a warning.
-            "onnxruntime", "tensorrt", "openvino", "qnn" and "xnnpack" need an example: they decide which layers, and
-            which functions in the model's own `forward`, get quantizers. A `fakequant.Target` decides only this. By
-            default layers get quantizers, and functions that rules name. With an example, the product in an overridden
-            `forward` of a layer gets quantizers, too.
+            "onnxruntime", "tensorrt", "openvino", "qnn" and "xnnpack" need an example: these engines decide which
+            layers, and which functions in the model's own `forward`, get quantizers. A `fakequant.Target` decides only
+            this. By default layers get quantizers, and functions that rules name. With an example, the product in an
+            overridden `forward` of a layer gets quantizers, too.
         skip: patterns of layers that stay in float, as ["head"] or ["*.norm"], and of calls of functions by the names
             in `summary`, as ["block._sites.add_0"].
         rules: other presets for some layers, by pattern, as {"body.*": "int4"}; they override `skip`.

@@ -669,7 +669,7 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool)
         shown = listed([f"{module_name(path)} ({weights[path].per_weight:.2f} bits)" for path in large], _NAMED_WIDE)
         notes.append(
             f"{bits}, where the codes have {total.codes / total.elements:.2f}; the scales of {shown} take most of "
-            "them. skip=[...] leaves such layers in float, rules={name: 'int8_weight_only'} gives them codes of 8 bits"
+            "them. skip=[...] leaves such layers in float, rules={name: 'int8_weight_only'} gives them finer codes"
         )
     return notes
 

@@ -221,7 +221,7 @@ class SiteFunction:
 
 @dataclass(frozen=True)
 class CalledAs:
-    """The form in which one object of torch calls a function of the table.
+    """How an object of torch, such as `torch.add` or `Tensor.add_`, calls a function of the table.
 
     Attributes:
         function: the entry of the table.

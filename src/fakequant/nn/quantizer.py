@@ -399,7 +399,7 @@ class Quantizer(QuantizerPart):
 
     @property
     def trained_spec(self) -> QuantSpec:
-        """The specification; while the range is learned, its gradient is the one of the learning method."""
+        """The specification; while the range is learned, with the gradient of the learning method."""
         return self.spec if (learned := self.learned) is None else learned.spec
 
     @property
@@ -605,7 +605,7 @@ class Quantizer(QuantizerPart):
         elif self.is_stale(weight):
             warn_user(  # without the name of the layer: it is one line for all layers of a model
                 "weights changed by more than 10 % since the scales of their quantizers were set, and are clipped or "
-                "quantized too coarsely now; fakequant.summary(model) names them and what sets the scales anew",
+                "quantized too coarsely now; fakequant.summary(model) names them and the call that renews the scales",
                 StaleScaleWarning,
             )
 
@@ -1019,8 +1019,8 @@ class Quantizer(QuantizerPart):
                     self._differs = self._differs_requantized(self._values(x.dtype))
                 if self._differs:
                     warn_user(  # without the name of the layer: it is one line for all layers of a model
-                        "weights changed since their codes were fixed: all codes of such a weight are made from it "
-                        "again, which may also change codes of values that stayed; restore the weight, or fix its "
+                        "weights changed since their codes were fixed: all codes of such a weight are computed "
+                        "anew, which may also change codes of values that stayed; restore the weight, or fix its "
                         "codes anew by Quantizer.fix_codes",
                         StaleScaleWarning,
                     )

@@ -54,7 +54,7 @@ def attend_in_parts(  # noqa: PLR0913  as torch's
         query: [..., heads, queries, features].
         key: [..., heads, keys, features].
         value: [..., heads, keys, width].
-        attn_mask: True where a query sees a key, or what is added to the scores.
+        attn_mask: bool, True where a query sees a key; or floats that are added to the scores.
         dropout_p: the probability with which a weight is dropped.
         is_causal: whether a query sees only its own and earlier keys.
         scale: the factor of the scores; by default 1 / sqrt(features).

@@ -266,7 +266,7 @@ class PerBlock(Granularity):
         return PerBlock(sizes, pad=self.pad)
 
     def over_window(self, axis: int, window: Mapping[int, int], length: int | None) -> PerBlock:
-        """Blocks with at least as many elements, of whole kernels or of part of a kernel; a shorter sum is one block.
+        """Blocks with at least as many elements as before, of whole kernels or part of a kernel, at most the whole sum.
 
         >>> PerBlock({1: 32}, pad=True).over_window(1, {-2: 3, -1: 3}, length=64)  # 36 elements
         PerBlock(sizes=((1, 4), (-1, 3), (-2, 3)), pad=True)

@@ -337,7 +337,7 @@ def test_parts_of_a_model_have_no_value() -> None:
         ({"boundaries": [500], "bins": 2}, ConfigError, "give one of them"),
         ({"boundaries": [500, 500], "bins": None}, ConfigError, "that rise"),
         ({"boundaries": ["x"], "bins": None}, ConfigError, "are numbers"),
-        ({"by": None}, ConfigError, "name it, such as by="),
+        ({"by": None}, ConfigError, "give its name, such as by="),
         ({"by": "x"}, ConfigError, "one for each row"),
         ({"by": lambda x, timestep: "late"}, ConfigError, "must be a number"),
         ({"by": lambda x, timestep: 1}, CalibrationError, "all calls have the value 1"),

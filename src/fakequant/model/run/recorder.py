@@ -105,7 +105,7 @@ class Tensors:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """A number that changes with every write; inference tensors have none."""
+    """A number that changes with every write; None for an inference tensor."""
     return None if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 

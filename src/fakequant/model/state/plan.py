@@ -384,7 +384,9 @@ def sites_entry(model: nn.Module) -> SitesEntry:
 def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
     """Raise CheckpointError if a model's modules (by path) lack the calls that an entry quantizes."""
     if missing := [path for path in (*entry.owners, *entry.shielded) if path not in modules]:
-        raise CheckpointError(f"the checkpoint has modules that the model lacks: {', '.join(missing)}")
+        raise CheckpointError(
+            f"the checkpoint has modules that the model lacks: {', '.join(missing)}; make the model that was saved"
+        )
     for path, owner in entry.owners.items():
         shown, cls = path or "(the model)", type(modules[path])
         if cls.__name__ != owner.type:
@@ -398,8 +400,8 @@ def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
         unknown = sorted({*steps} - {*SITE_FUNCTIONS}) or sorted({*owner.sites} - {*site_keys(tuple(owner.steps))})
         if unknown:
             raise CheckpointError(
-                f"the checkpoint's module {shown} has quantizers of the calls {', '.join(unknown)}, which are not "
-                "known here; it is damaged, or of a later version of fakequant"
+                f"the checkpoint's module {shown} has quantizers of the calls {', '.join(unknown)}, which this "
+                "version of fakequant does not know; the checkpoint is damaged, or of a later version"
             )
 
 

@@ -156,7 +156,7 @@ def _fix_codes(model: nn.Module) -> list[Quantizer]:
         if not weight.has_fixed_codes:
             encoded = quantizer.encoded(tensor)
             if encoded is None:
-                raise ConfigError(f"the weight of {name} holds NaN, which has no code")
+                raise ConfigError(f"the weight of {name} holds NaN, which has no code; repair the weight")
             weight.fix_codes(encoded[0])
         found.append(quantizer)
     return found

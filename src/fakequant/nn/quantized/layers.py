@@ -375,7 +375,7 @@ class SpatialLayer(QuantizedLayer):
     """A layer whose input [n, channels, ...] has spatial axes; the axis n may be missing."""
 
     def quantized_input(self, x: Tensor) -> Tensor:
-        """The quantized input; the quantizer gets an axis n, because a learned step counts elements of an example."""
+        """The quantized input. The quantizer always gets an axis n: a learned step counts elements of an example."""
         if not self._is_one_example(x):
             return super().quantized_input(x)
         return super().quantized_input(x.unsqueeze(0)).squeeze(0)

@@ -391,7 +391,7 @@ def lowest_of(format: Format) -> int:
 
 
 def count_of(format: Format) -> int:
-    """The number of patterns of a format."""
+    """The number of codes of a format; for floats the number of bit patterns."""
     if format.grid.table is not None:
         return len(format.grid.table.values)
     return int(format.quant_max - format.quant_min) + 1 if format.grid.mantissa_bits is None else 1 << format.bits

@@ -109,7 +109,7 @@ def round_to_float(v, CALL: tl.constexpr):
 
 @triton.jit
 def reached_in_table(v, table, CALL: tl.constexpr):
-    """The last index with v >= its start, or 0; `table` has all values, then the starts from index 1."""
+    """The index of the last value whose start, the smallest number that rounds to it, is at most v; else 0."""
     reached = tl.zeros(v.shape, tl.int32)
     for i in tl.static_range(8):
         tried = reached + (128 >> i)
