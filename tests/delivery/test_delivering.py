@@ -141,7 +141,7 @@ def test_all_that_a_format_cannot_hold_is_named_before_the_work(tmp_path: Path) 
     with pytest.raises(ExportError) as raised:
         fq.deliver(prepared(rules), tmp_path / "new", "own")
     assert str(raised.value) == (
-        "own cannot hold 1 parts of the model as they are quantized:\n"
+        "own cannot hold 1 part of the model as it is quantized:\n"
         "  0: it has 8 bits, and 0 has 4; the nearest preset that it holds is INT8_WEIGHT_ONLY"
     )
     assert not (tmp_path / "new").exists()

@@ -86,7 +86,7 @@ def prepared(config: fq.Config | str) -> nn.Module:
 def test_weights(spec: str, tmp_path: Path) -> None:
     text = refusal(prepared(fq.Config("own", [fq.Rule("0", weight=spec)])), tmp_path)
     first, line = text.split("\n")
-    assert first == "compressed-tensors cannot hold 1 parts of the model as they are quantized:"
+    assert first == "compressed-tensors cannot hold 1 part of the model as it is quantized:"
     assert line.startswith("  0: its weight is ")
     assert "; the nearest preset that it holds is " in line
     nearest = line.rpartition(" ")[2]

@@ -84,6 +84,45 @@ def test_tied_layers_learn_one_range(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TIED)
+def test_tied_layers_learn_one_range_after_load_state_dict(name: str) -> None:
+    model, inputs = fq.prepare(tied(name), "int8"), ARCHITECTURES[name].inputs()
+    fq.calibrate(model, [inputs])
+    fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
+    trained(model, name)
+    again = fq.prepare(tied(name), "int8")
+    nn.Sequential(again).load_state_dict({f"0.{key}": value for key, value in model.state_dict().items()})
+    assert [key for key, _ in again.named_parameters()] == [key for key, _ in model.named_parameters()]
+    assert torch.equal(trained(again, name)(**inputs)[0], trained(model, name)(**inputs)[0])
+    check(again)
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_ranges_of_tied_layers_that_differ_come_back_as_they_are(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    from fakequant.integrations.transformers import enable_saving
+
+    architecture = ARCHITECTURES[name]
+    model, inputs = fq.prepare(tied(name), "int8"), architecture.inputs()
+    fq.calibrate(model, [inputs])
+    fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
+    head: Any = model.get_output_embeddings()._weight_quantizer  # type: ignore[operator]
+    head.lsq = deepcopy(head.lsq)  # as where the layers were tied after `set_scales`
+    head.lsq.step.data.mul_(1.5)
+    fq.save(model, tmp_path / "saved")
+    enable_saving(model).save_pretrained(tmp_path / "folder")  # type: ignore[operator, type-var]
+    state_dict = fq.prepare(tied(name), "int8")
+    state_dict.load_state_dict(model.state_dict())
+    found = [
+        fq.load(tied(name), tmp_path / "saved"),
+        fq.apply(tied(name), fq.snapshot(model)),
+        getattr(transformers, architecture.model).from_pretrained(tmp_path / "folder"),
+        state_dict.eval(),
+    ]
+    assert [torch.equal(again(**inputs)[0], model(**inputs)[0]) for again in found] == [True] * 4
+
+
+@pytest.mark.parametrize("name", TIED)
 def test_tied_layers_are_saved_by_transformers(name: str, tmp_path: Path) -> None:
     import transformers
 
@@ -124,3 +163,33 @@ def test_layers_without_the_same_codes_are_named() -> None:
     with warnings.catch_warnings(action="error", category=CoverageWarning):
         meant = fq.presets.INT8.with_rule(Rule("*", layers="Lookup"))
         fq.prepare(nn.Sequential(Lookup(linear.weight), linear), meant)
+
+
+class Positions(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input + 1)
+
+
+class Shared(nn.Module):
+    """As Marian: a table that is never called shares its weight with the table and the head that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.table, self.positions = nn.Embedding(16, 32), nn.Embedding(16, 32), Positions(16, 32)
+        self.head = nn.Linear(32, 16, bias=False)
+        self.table.weight = self.head.weight = self.shared.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids) + self.positions(ids))
+
+
+def test_a_table_that_is_never_called_is_quantized_as_those_that_share_its_weight() -> None:
+    sums = fq.presets.INT8.with_rule(Rule("*", input=TensorConfig("int8"), ops=("add",)))
+    ids = torch.arange(8).view(2, 4)
+    for config, target in (("int8", None), (sums, None), ("int8_affine", "onnxruntime")):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model = fq.prepare(Shared().eval(), config, ids, target=target)
+        assert not [one for one in said if "share a weight" in str(one.message)], said
+        fq.calibrate(model, [ids])
+        assert torch.equal(model.shared.quantized_weight(), model.head.quantized_weight())  # type: ignore[operator]

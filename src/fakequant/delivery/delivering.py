@@ -131,7 +131,8 @@ def refuse(
             for reason, names in alike.items()
         )
         lines = "".join(f"\n  {names}: {reason}" for names, reason in named)
-        raise ExportError(f"{format.name} cannot hold {len(found)} parts of the model as they are quantized:{lines}")
+        many = "1 part of the model as it is" if len(found) == 1 else f"{len(found)} parts of the model as they are"
+        raise ExportError(f"{format.name} cannot hold {many} quantized:{lines}")
 
 
 def _own_reason(part: Part, state: QuantizedState, unfixed: Collection[str], *, with_ranges: bool) -> str | None:
@@ -609,11 +610,13 @@ def _wanted(state: QuantizedState, model: nn.Module, only: Collection[str], held
     names, by_layer = FileNames(model), dict[str, set[str]]()
     for name in held:
         by_layer.setdefault(name.rpartition(".")[0], set()).add(name)
-    places: dict[str, set[str]] = {}
+    places, widths = dict[str, set[str]](), dict[str, int]()
     for name in without_quantizers([*state.tensors, *state.shared], [path for path, _, _ in state.quantizers()]):
         first = state.shared.get(name, name)
         one = lazy(state.tensors, first)
         places[name] = {*names.split(first, torch.empty(one.shape, dtype=one.dtype, device="meta"))}
+        if name.endswith(".weight") and one.shape:
+            widths[name.removesuffix(".weight")] = one.shape[-1]
     others = {key for name, keys in places.items() if state.shared.get(name, name) not in coded for key in keys}
     for name, keys in places.items():
         layers = {key.rpartition(".")[0] for key in keys} if state.shared.get(name, name) in coded else set()
@@ -623,8 +626,7 @@ def _wanted(state: QuantizedState, model: nn.Module, only: Collection[str], held
         known = [*dict.fromkeys(path for name in places for path in _above(name)[-2:])]
         raise ConfigError(f"only= has {left[0]!r:.80}, but no layer or tensor has this name{nearest(left[0], known)}")
     # A server that merges layers takes all of them: vLLM 0.32 computes NaN where a part of such a weight was loaded.
-    weights = {name.removesuffix(".weight"): own for name, own in places.items() if name.endswith(".weight")}
-    merged = [set[str]().union(*map(weights.__getitem__, group)) for group in merged_layers(weights)]
+    merged = [set[str]().union(*(places[f"{path}.weight"] for path in group)) for group in merged_layers(widths)]
     return found.union(*(own for own in merged if own & found))
 
 

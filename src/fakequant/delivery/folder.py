@@ -86,6 +86,12 @@ def written_in(folder: Path) -> dict[str, str] | None:
     return found
 
 
+def _infinite(values: dict[str, Any]) -> Any:
+    """The float that transformers writes as an object, because JSON has no infinity: Mamba 2 has one."""
+    text = values.get("__float__")
+    return float(text) if len(values) == 1 and text in ("Infinity", "-Infinity", "NaN") else values
+
+
 class Folder:
     """A folder with `config.json` and tensors, which are read at their access; nothing is executed."""
 
@@ -105,7 +111,7 @@ class Folder:
         content = read_folder(self.path)[name]
         assert isinstance(content, bytes)
         try:
-            values = json.loads(content)
+            values = json.loads(content, object_hook=_infinite)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path / name} is not JSON: {error}") from error
         if not isinstance(values, dict):

@@ -371,7 +371,7 @@ def written_in_float(parts: Sequence[Part], shared: Mapping[str, str]) -> list[P
 
 
 def undivided(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
-    """Reasons why files cannot hold a stack in pieces (a piece cuts a group of a scale), by the part's name."""
+    """Reasons why files cannot hold a stack in pieces: a piece is a stack, or cuts a group of a scale; by part."""
     names, reasons = FileNames(model), dict[str, str]()
     for part in (one for one in parts if one.is_stack and "weight" in one.operands):
         grid = part.operands["weight"].spec.granularity
@@ -381,6 +381,12 @@ def undivided(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
         except ValueError:  # of transformers, which cannot divide them
             scales = {}
         for key, piece in names.split(part.weight, torch.empty(part.shape, device="meta")).items():
+            if piece.dim() > 2:
+                reasons[part.name] = (
+                    "files have experts one by one, and transformers does not divide the tensor of this model's "
+                    "experts; leave it in float by Rule(pattern)"
+                )
+                continue
             expected = (-(-piece.shape[-2] // high), -(-piece.shape[-1] // wide))
             is_cut = piece.shape[-2] < part.shape[-2] and piece.shape[-2] % high
             if is_cut or key not in scales or tuple(scales[key].shape[-2:]) != expected:

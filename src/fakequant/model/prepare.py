@@ -34,7 +34,7 @@ from fakequant.model.summary import (
     scripted,
     warn_unregistered,
 )
-from fakequant.model.weights import exceeds_float, in_eval_mode, note_on_scales, untied
+from fakequant.model.weights import exceeds_float, in_eval_mode, note_on_scales, share_after_loading, untied
 from fakequant.nn.functions import SITE_FUNCTIONS
 from fakequant.nn.integer import Execution
 from fakequant.nn.paths import join, layer_of
@@ -146,8 +146,10 @@ def prepare(
             placed = Placement({}, held) if table is None else place(model, config, recording, table, held)
             sites, note = with_training(model, plan_sites(model, config, recording, placed.sites), recording, run)
             notes = [*placed.notes, *note]
-            # A layer that is never called has none, because a function reads its parameters and has the quantizers.
-            read = {value for call in recording.calls for value in call.inputs}
+            # A layer that is never called has none where a function reads its parameters and has the quantizers. Those
+            # of a tied table that stands for others, as Marian's `shared`, are read by quantized layers alone.
+            functions = (call for call in recording.calls if call.owner not in placed.layers)
+            read = {value for call in functions for value in call.inputs}
             parameters = {parameter for value, parameter in enumerate(model.parameters()) if value in read}
             held = {
                 path: rule
@@ -164,6 +166,7 @@ def prepare(
             apply_sites(model, sites)
         leave_fast_paths(model)
         share_mesh(model)
+        share_after_loading(model)
         with Peaks(model if table is None else nn.Module()).watching() as peaks:  # an engine asks for fixed ranges
             recording = None if run is None else record(model, run)
         missed = [] if recording is None else [name for name in held if not recording.visits[name]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from threading import RLock
@@ -474,17 +474,26 @@ def tied_weights(model: nn.Module) -> list[dict[str, Product]]:
     return [weights for weights in groups.values() if len(weights) > 1]
 
 
-def merged_layers(paths: Iterable[str]) -> list[list[str]]:
+def merged_layers(widths: Mapping[str, int]) -> list[list[str]]:
     """The groups among these layers that engines merge into one matrix.
 
-    >>> merged_layers(["0.q_proj", "0.k_proj", "0.v_proj", "0.o_proj", "1.q_proj"])
+    Args:
+        widths: the number of inputs of each layer, by its path. Layers of other widths read other tensors, as the
+            "key" and the "value" of RWKV's feed-forward do, and no engine merges these.
+
+    >>> merged_layers({"0.q_proj": 8, "0.k_proj": 8, "0.v_proj": 8, "0.o_proj": 8, "1.q_proj": 8})
     [['0.q_proj', '0.k_proj', '0.v_proj']]
+    >>> merged_layers({"0.q_proj": 8, "0.k_proj": 16, "0.v_proj": 16})
+    [['0.k_proj', '0.v_proj']]
     """
-    known = set(paths)
-    parents = dict.fromkeys(path.rpartition(".")[0] for path in paths)
+    parents = dict.fromkeys(path.rpartition(".")[0] for path in widths)
     groups = ([join(parent, name) for name in names] for parent in parents for names in MERGED)
-    found = ([path for path in group if path in known] for group in groups)
-    return [group for group in found if len(group) > 1]
+    alike = (
+        [path for path in group if widths.get(path) == width]
+        for group in groups
+        for width in dict.fromkeys(widths[path] for path in group if path in widths)
+    )
+    return [group for group in alike if len(group) > 1]
 
 
 _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
@@ -496,6 +505,7 @@ def group_ranges(model: nn.Module) -> None:
     The inputs of other merged layers need no mark: these layers read the same tensor.
     """
     groups: dict[str, list[Quantizer]] = {}
+    weights = quantized_weights(model)
     for path, quantizer in quantizers(model).items():
         layer, _, attribute = path.rpartition(".")
         is_input = quantizer.kind is Kind.INPUT
@@ -504,7 +514,8 @@ def group_ranges(model: nn.Module) -> None:
         if (has_one or quantizer.fixes_global) and (place != layer or not is_input):
             parent, _, name = place.rpartition(".")
             merged = next((names for names in MERGED if name in names), (name,))
-            group = f"{join(parent, '|'.join(merged))}.{attribute} {quantizer.spec}"
+            width = "" if is_input or path not in weights else f" of {weights[path].tensor.shape[-1]} inputs"
+            group = f"{join(parent, '|'.join(merged))}.{attribute} {quantizer.spec}{width}"
             groups.setdefault(group, []).append(quantizer)
     for group, own in groups.items():
         for quantizer in own if len(own) > 1 else ():
@@ -524,7 +535,8 @@ def tie_scales(model: nn.Module, names: Container[str]) -> None:
         for path, weight in quantized_weights(model).items()
         if path in names and weight.quantizer.spec.scale.is_under_a_tensor and not weight.has_fixed_codes
     }
-    for group in merged_layers(weights):
+    widths = {path: weight.tensor.shape[-1] for path, weight in weights.items()}
+    for group in merged_layers(widths):
         tied = [weights[path] for path in group]
         spec, tensors = tied[0].quantizer.spec, [weight.tensor.detach() for weight in tied]
         if any(weight.quantizer.spec != spec or weight.quantizer.learned for weight in tied):
@@ -537,14 +549,26 @@ def tie_scales(model: nn.Module, names: Container[str]) -> None:
             mark_range_current(weight)
 
 
-def share_learned(model: nn.Module) -> None:
-    """Let the quantizers of a shared weight learn one range, so that its codes stay the same in all layers."""
+def share_learned(model: nn.Module, *_: object) -> None:
+    """Let the quantizers of a shared weight learn one range where their ranges are equal, as its codes are then.
+
+    Also a hook after `load_state_dict`, which makes a learned range for each quantizer that the state has one of.
+    """
     for weights in tied_weights(model):
         first = next(iter(weights.values())).quantizer
         for weight in weights.values():
             own = weight.quantizer
-            if first.learned is not None and own.learned is not None and own.trained_spec == first.trained_spec:
+            if first.learned is None or own.learned in (None, first.learned) or own.trained_spec != first.trained_spec:
+                continue
+            held, others = first.learned.state_dict(), own.learned.state_dict()
+            if held.keys() == others.keys() and all(torch.equal(held[name], others[name]) for name in held):
                 own.add_module(first.learned.method, first.learned)
+
+
+def share_after_loading(model: nn.Module) -> None:
+    """Let `load_state_dict` of a prepared model end with `share_learned`."""
+    if share_learned not in model._load_state_dict_post_hooks.values():
+        model.register_load_state_dict_post_hook(share_learned)
 
 
 def untied(model: nn.Module, purposely: set[nn.Module]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from pathlib import Path
@@ -158,6 +159,83 @@ def test_tiles_over_two_weights_of_a_stack_are_refused_before_the_work(inner: in
     with pytest.raises(ExportError, match=rf"w1\.weight by itself, of {inner} rows, and scales are of 32"):
         fq.deliver(model, tmp_path / "new", "compressed-tensors")
     assert not (tmp_path / "new").exists()
+
+
+class Wrapped(nn.Module):
+    """A model whose experts transformers does not know by their path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: Any = mixtral()
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        return self.inner(**inputs).logits
+
+
+def granite() -> Any:
+    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+
+    config = GraniteMoeConfig(
+        vocab_size=32,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        num_local_experts=2,
+    )
+    return GraniteMoeForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("make", [granite, Wrapped])
+def test_experts_that_transformers_does_not_divide_are_refused(make: Any, tmp_path: Path) -> None:
+    model = prepared(fq.Config("own", [fq.Rule("*experts", weight="int4 per_block(-1:32,pad)")]), make())
+    with pytest.raises(ExportError, match=r"transformers does not divide the tensor of this model's experts; leave"):
+        fq.deliver(model, tmp_path / "new", "compressed-tensors")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("target", [None, "vllm"])
+def test_layers_with_inputs_of_other_widths_are_not_merged(target: str | None, tmp_path: Path) -> None:
+    """The key of RWKV's feed-forward reads the input, and its value reads the key's result."""
+    net = nn.ModuleDict({"ffn": nn.ModuleDict({"key": nn.Linear(32, 64), "value": nn.Linear(64, 32)})})
+    net["ffn"]["value"].weight.data.mul_(7)
+    model = fq.prepare(net, "NVFP4_WEIGHT_ONLY", target=target)
+    fq.calibrate(model)
+    assert len({*global_scales(fq.deliver(model, tmp_path, "compressed-tensors")).values()}) == 2
+    alone = fq.encode(model, "compressed-tensors", only=["ffn.key"])
+    assert {name.rpartition(".")[0] for name in alone} == {"ffn.key"}
+
+
+def mamba() -> Any:
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    config = Mamba2Config(
+        vocab_size=32,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_heads=4,
+        head_dim=16,
+        state_size=4,
+        n_groups=1,
+        chunk_size=4,
+    )
+    return Mamba2ForCausalLM(config).eval()
+
+
+def with_infinity() -> Any:
+    net: Any = llama()
+    net.config.limits = {"low": -math.inf, "high": [1.0, math.inf]}
+    return net
+
+
+@pytest.mark.parametrize("make", [mamba, with_infinity])
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao"])
+def test_a_configuration_with_infinity_is_read(format: str, make: Any, tmp_path: Path) -> None:
+    model = prepared(fq.Config("own", [fq.Rule(layers="Linear", weight="int4 per_block(-1:32,pad)")]), make())
+    again: Any = fq.read(fq.deliver(model, tmp_path, format))
+    assert again.config.to_dict().get("limits") == model.config.to_dict().get("limits")
+    assert torch.equal(logits(again), logits(model))
 
 
 def test_a_configuration_that_gives_a_layer_another_scheme_is_refused(tmp_path: Path, monkeypatch: Any) -> None:

@@ -50,7 +50,7 @@ from fakequant.delivery.schemes import (
 from fakequant.errors import ExportError, warn_user
 from fakequant.model.sites import site_path
 from fakequant.model.state.plan import SitesEntry, sites_entry
-from fakequant.model.state.snapshots import Files, LazyTensor, Made, QuantizedState, TensorFile
+from fakequant.model.state.snapshots import Files, LazyTensor, Made, QuantizedState, TensorFile, lazy
 from fakequant.model.weights import merged_layers
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.ranges import GLOBAL_SCALE
@@ -99,7 +99,7 @@ class CompressedTensors(LayeredFormat):
         writer = LayeredWriter(state, model, parts, _stored)
         groups: dict[str, dict[str, float]] = {}
         weights = {bases[0]: name for name, bases in writer.pieces.items() if len(bases) == 1}
-        for merged in merged_layers(weights):
+        for merged in merged_layers({base: lazy(state.tensors, name).shape[-1] for base, name in weights.items()}):
             names = [weights[base] for base in merged]
             if len({part.operands["weight"].spec for part in map(writer.coded.__getitem__, names)}) == 1:
                 writer.merge_scales(names)

@@ -34,7 +34,13 @@ from fakequant.model.state.plan import LayerEntry, Plan, check_sites, restore_si
 from fakequant.model.state.snapshots import LazyTensor, QuantizedState, lazy, versions_of
 from fakequant.model.state.weight_codes import WeightCodes, uncoded
 from fakequant.model.summary import note_floats
-from fakequant.model.weights import mark_ranges_current, quantized_weights, share_learned, warn_stale_scales
+from fakequant.model.weights import (
+    mark_ranges_current,
+    quantized_weights,
+    share_after_loading,
+    share_learned,
+    warn_stale_scales,
+)
 from fakequant.nn.quantized.forms import bypasses_class, own_class, quantized_class
 from fakequant.nn.quantized.layers import QuantizedLayer, leave_fast_paths
 from fakequant.nn.quantizer import KEY, Quantizer, is_same, quantizers
@@ -210,7 +216,7 @@ def restore_plan(model: nn.Module, plan: Plan) -> None:
             if (learned := stored.make_learned()) is not None:
                 quantizer.attach_learned(learned)
     restore_sites(model, plan)
-    share_learned(model)
+    share_after_loading(model)
     leave_fast_paths(model)
     share_mesh(model)
     follow_values(model)
