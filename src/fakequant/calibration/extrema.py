@@ -286,7 +286,7 @@ class ExtremaCalibrator(Calibrator):
         self._seen = read_range(state)
 
     def _known_bins(self) -> Bins | None:
-        """The bins that `_known_counts` counts."""
+        """The bins that `_known_counts` counts; None if there are none."""
         return None
 
     def _known_counts(self) -> Tensor | None:

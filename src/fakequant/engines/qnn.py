@@ -189,8 +189,8 @@ def mul(parts: Operands, result: CodeGrid) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _multiplication(*numbers: tuple[float, int]) -> tuple[int, int, int]:
-    """Multiplier, constant and shift of products of codes minus zero points, from scale and zero point of both tensors
-    and the result."""
+    """Multiplier, constant and shift for products of codes minus zero points, from the scales and zero points of both
+    tensors and of the result."""
     of_a, of_b, of_result = (float(np.float32(scale)) for scale, _ in numbers)
     a, b, zero_point = (point for _, point in numbers)
     ratio = of_a * of_b / of_result

@@ -160,7 +160,7 @@ class Flow:
         self.products = products()
 
     def producer(self, value: int) -> FunctionCall | None:
-        """The call that made a value."""
+        """The call that made a value; None for a parameter or an input."""
         number = self.recording.values[value].producer
         return None if number is None else self.calls[number]
 
@@ -596,7 +596,7 @@ def with_own_products(config: Config, own: Mapping[str, Rule], model: nn.Module,
 
 
 def _own_product(path: str, weight: int, recording: Recording) -> str | None:
-    """The function that multiplies by a layer's weight, if `forward` computes only this product in each call.
+    """The function that multiplies by a layer's weight; None unless each `forward` computes only this product.
 
     Args:
         weight: the number of the weight's value.

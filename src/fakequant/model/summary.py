@@ -494,7 +494,7 @@ class Summary:
 
 @accepts_wrapped_model
 def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = None) -> Summary:
-    """List the quantized layers of a model, how, and whether calibrated; with an example also the operations in float.
+    """List the quantized layers of a model with their formats and states; with an example also operations in float.
 
     Args:
         model: a prepared model.

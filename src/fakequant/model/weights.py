@@ -523,7 +523,7 @@ def group_ranges(model: nn.Module) -> None:
 
 
 def tie_scales(model: nn.Module, names: Container[str]) -> None:
-    """Give weights that engines merge one per-tensor scale, which multiplies their block scales, as in NVFP4.
+    """Give a common per-tensor scale, which multiplies block scales as in NVFP4, to the weights that engines merge.
 
     The scale is computed from the largest magnitude of all merged weights. Weights with fixed codes are not changed.
 

@@ -196,8 +196,8 @@ class Backward(NamedTuple):
     config: GradientConfig
 
     def quantized(self, operand: str, axis: int, x: Tensor) -> Tensor:
-        """Quantize the factor "gradient", "input" or "weight" for a sum over `axis`; without a specification it is
-        x."""
+        """Quantize x, the factor "gradient", "input" or "weight", for a sum over `axis`; unchanged without a
+        specification."""
         spec = self.config.operands[operand, axis]
         if spec is None:
             return x

@@ -140,7 +140,7 @@ class WeightCache:
         self._made: dict[str, Any] = {}
 
     def serves(self, x: Tensor) -> bool:
-        """Whether x is a parameter without gradient; False for stochastic rounding, learned ranges and traces."""
+        """Whether the cache serves x: a parameter without gradient, not rounded stochastically, learned or traced."""
         if torch.compiler.is_compiling() or not isinstance(x, nn.Parameter) or x.is_inference():
             return False
         if torch.is_grad_enabled() and x.requires_grad:
@@ -164,7 +164,7 @@ class WeightCache:
         return values.detach()
 
     def codes(self, x: Tensor) -> tuple[Tensor, QParams] | None:
-        """The codes and parameters of the weight, as from `Quantizer.codes`; raises CallError as `values` does."""
+        """The codes and parameters of the weight, None as from `Quantizer.codes`; raises CallError as `values` does."""
         return self._once("codes", x, lambda: self._quantizer.encoded(x))
 
     def _once(self, what: str, x: Tensor, make: Callable[[], _Made]) -> _Made:
@@ -549,7 +549,7 @@ class Quantizer(QuantizerPart):
         return self._cache.codes(x) if self._cache is not None and self._cache.serves(x) else self.encoded(x)
 
     def encoded(self, x: Tensor) -> tuple[Tensor, QParams] | None:
-        """The codes and parameters as from `codes`, without the warning that scales are stale."""
+        """The codes and parameters, or None, as from `codes`, without the warning that scales are stale."""
         if (fixed := self.codes_of_weight(x)) is not None:
             return fixed, self.qparams(x)
         scale = None if self.dynamic or self.by_value is not None else self._buffers["scale"]

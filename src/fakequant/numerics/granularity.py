@@ -530,7 +530,7 @@ def _codes(view: Tensor, shared: Tensor, fmt: Format) -> Tensor:
 
 
 def _shared(view: Tensor, axes: tuple[int, ...], fmt: Format, shared: Format | None) -> Tensor | None:
-    """The shared scale of every block: its farthest scale divided by the farthest code that gives an exact split."""
+    """Every block's farthest scale divided by the farthest code that gives an exact split; None without such a code."""
     whole = farthest(view, axes)
     found, open = torch.zeros_like(whole), whole != 0
     if fmt.has_zero_point:

@@ -324,7 +324,7 @@ class ScaleSpec:
     def _exact(self, extent: Tensor, bound: float, limit: float, *, keeps_small: bool = True) -> Tensor:
         """The scales code * d, where code and d are exactly numbers of their formats; 0 where the extent is 0.
 
-        The group with the farthest extent gets the farthest code, as far as d is rounded. A code or a d of 0 becomes
+        The group with the farthest extent gets the farthest code, up to the rounding of d. A code or a d of 0 becomes
         the smallest number with the sign of its extent; no product is beyond the limit.
         """
         assert self.format is not None, "float32 scales are not rounded"

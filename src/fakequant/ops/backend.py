@@ -179,9 +179,9 @@ class Kernels(ABC):
 
     @property
     def has_plain_params(self) -> bool:
-        """Whether kernels can read scale and zero point without a conversion: in the dtype of computation, or int32.
+        """Whether kernels can read scale and zero point without a conversion.
 
-        Both must have one shape and no gaps. Zero points may be int32.
+        Both must have the dtype of computation, or zero points int32, and both one shape without gaps.
         """
         scale, zero_point = self.kind.scale, self.kind.zero_point
         if scale is None or scale.dtype != compute_dtype(self.kind.dtype) or not scale.contiguous:

@@ -191,10 +191,10 @@ def find_plan(
     variant: str = VALUES,
     dtype: torch.dtype | None = None,
 ) -> KernelPlan | None:
-    """The plan for a call in plain eager execution, see `CallKind`; None in three cases.
+    """The plan for a call in plain eager execution, see `CallKind`; None in four cases.
 
-    It is None if something must see torch's operations (see `library.needs_tracing`), if a parameter does not fit x, or
-    if no kernel computes the ReLU in the same pass.
+    It is None if something must see torch's operations (see `library.needs_tracing`), if x holds no floats (or is on
+    the device meta), if a parameter does not fit x, or if no kernel computes the ReLU in the same pass.
     """
     if not is_plain_eager():
         return None
@@ -220,7 +220,7 @@ def plan_of(
     variant: str = VALUES,
     dtype: torch.dtype | None = None,
 ) -> KernelPlan | None:
-    """`find_plan` without the check for compilers and transforms, for operators in graphs."""
+    """`find_plan` without the check for compilers and transforms, for operators in graphs; None as there."""
     of_scale = of_zero_point = None
     if scale is not None:
         of_scale = scale.dtype, scale.device, scale.shape, scale.is_contiguous()

@@ -332,5 +332,5 @@ def _check_dtypes(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _make_transform(layer: nn.Module, entry: LayerEntry) -> InputTransform | None:
-    """The transform of a layer's input; tensors of the checkpoint later set its buffers."""
+    """The transform of a layer's input, or None; tensors of the checkpoint later set its buffers."""
     return None if entry.transform is None else make_transform(entry.transform.kind, layer, **entry.transform.options)

@@ -252,7 +252,7 @@ class CpuKernels(Kernels):
         return pack(params.scale, dtype), zero_point, lo, hi
 
     def _random(self, seed: Tensor | None) -> Tensor | None:
-        """The source of random numbers: the seed, or words in the kernel's order if that is not row-major."""
+        """The seed, or random words if the kernel's order is not row-major; None where rounding is to nearest."""
         seed = seed_of(seed, self.spec)
         if seed is None or self.layout.row_major:
             return None if seed is None else seed.cpu()

@@ -305,7 +305,7 @@ class TritonKernels(Kernels):
         return self.layout.pack_groups(values, values.dtype)
 
     def _total(self, sums: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-        """The gradient of a parameter from its sums [6, groups], in the parameter's dtype."""
+        """The gradient of a parameter from its sums [6, groups], in the parameter's dtype; None without sums."""
         if sums is None or parameter is None:
             return None
         from . import launch

@@ -129,8 +129,8 @@ def largest_kernel(
 
 @triton.jit
 def power_of(field):
-    """The least p for which 2**(30 * p) is above all numbers with an exponent field; + 1020 makes `//` round down."""
-    return (field - 1022 + 29 + 1020) // 30 - 34
+    """The least p for which 2**(30 * p) is above all numbers with an exponent field."""
+    return (field - 1022 + 29 + 1020) // 30 - 34  # + 1020 makes `//` round down
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def halved_scale(sums, group, there, SWEEP: tl.constexpr):
-    """The square root of the factor by which the integer part of the groups' products becomes their first digit."""
+    """The square root of the factor after which the integer part of a group's products is their first digit."""
     half = power_of_two((1 - power_of(tl.load(sums + group, mask=there, other=0))) * 15)
     if SWEEP.across:
         return half[None, :]
