@@ -189,7 +189,7 @@ def test_advise_is_ended_by_an_interrupt_with_what_it_found(recipe: Path) -> Non
     recipe.write_text(RECIPE + calls + "    if value is None:\n        raise KeyboardInterrupt\n    return value\n")
     result = CliRunner().invoke(app, ["advise", str(recipe)])
     assert result.exit_code == 130, result.stderr
-    assert "Interrupted: what follows is of what was tried until then." in result.stdout
+    assert "Interrupted: the answer is chosen from the rows above." in result.stdout
     assert "None meets the floor of 0.99 evaluate: INT4_WEIGHT_ONLY is nearest" in result.stdout
 
 

@@ -63,7 +63,7 @@ def test_experts_that_get_other_tokens_in_float_get_no_drift(size: int) -> None:
     model = fq.prepare(Experts(), "INT4_WEIGHT_ONLY")
     given = [x[:size] for x in batches(32)]
     found = fq.ptq.improve(model, given, "fast", progress=False)
-    said = "rows of its input are others in the float model" if size == 32 else "on: the float model calls other layers"
+    said = "rows of its input differ too much from those in" if size == 32 else "on: the float model calls other layers"
     assert any("experts." in note and said in note for note in found.notes)
     assert found.before is not None
     assert found.after is not None
@@ -72,7 +72,7 @@ def test_experts_that_get_other_tokens_in_float_get_no_drift(size: int) -> None:
 
 def test_as_many_rows_in_another_order_are_no_drift() -> None:
     found = fq.ptq.improve(fq.prepare(Half(), "INT4_WEIGHT_ONLY"), batches(8), "fast", progress=False)
-    said = [note for note in found.notes if "others in the float model" in note]
+    said = [note for note in found.notes if "differ too much from those in" in note]
     assert len(said) == 1
     assert {"experts.0", "experts.1"} <= set(said[0].partition(":")[0].split(", "))
 
@@ -84,7 +84,7 @@ def test_experts_learn_by_their_own_inputs(size: int, calls_all: bool) -> None:
 
     def learn(model: nn.Module) -> None:
         found = fq.ptq.reconstruct(model, given, iterations=60, judge=[], progress=False)
-        assert any("learn what they give in float for their quantized inputs" in note for note in found.notes)
+        assert any("learn the output of the float block for quantized inputs" in note for note in found.notes)
         assert all(math.isfinite(layer.after) for layer in found.layers)
 
     assert error_left(Experts(calls_all=calls_all), "INT4_WEIGHT_ONLY", given, learn) < 1

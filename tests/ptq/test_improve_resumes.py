@@ -33,7 +33,7 @@ CONFIGS = {
     "nvfp4": fq.Config("test", (fq.Rule(weight="float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor"),)),
 }
 QUICK = ["gptq", "bias"]
-OUTPUT = "another output in float, by an attribute of the model, inputs= or forward="
+OUTPUT = "another output in float, from another attribute of the model, inputs= or forward="
 
 
 class Net(nn.Module):
@@ -232,7 +232,7 @@ def _put(path: Path, content: bytes) -> None:
         ("left", torch.ones(2), "is damaged: left is tensor.*, not an object; remove it"),
         ("bias", torch.ones(3), "is damaged: the change of a bias has another shape; remove it"),
         ("params", [], "is damaged: .*; remove it"),
-        ("name", None, "holds the layer None, and one"),
+        ("name", None, "holds the layer None in place of one"),
         ("run", None, r"holds no chosen layer \(\w+\); give another folder"),
         (None, b"", r"holds no chosen layer \(\w+\); give another folder"),
         (None, b"PK", r"holds no chosen layer \(\w+\); give another folder"),

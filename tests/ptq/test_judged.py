@@ -137,7 +137,9 @@ def test_layers_that_help_stay_where_others_do_not() -> None:
 def test_one_batch_judges_nothing_and_says_so() -> None:
     _, model, given = ready("tanh", "INT4", 0, rows=64, count=1)
     found = fq.ptq.improve(model, given, progress=False)
-    assert str(found).startswith("error of the model's output on 1 batch that chose, too, and new data may lose more: ")
+    assert str(found).startswith(
+        "error of the model's output on 1 batch that also chose, so that new data may lose more: "
+    )
     assert not any(row.note for row in found.layers)
 
 

@@ -111,7 +111,7 @@ def test_the_result_shows_the_error_of_a_layer_after_each_step() -> None:
             assert all(f"{number:.2e}" in shown for number in (row.before, *row.steps.values(), row.after))
     headline, header, *_ = str(found).splitlines()
     assert headline == (
-        "error of the model's output on 4 batches that chose, too, and new data may lose more: "
+        "error of the model's output on 4 batches that also chose, so that new data may lose more: "
         f"{found.before:.2e} -> {found.after:.2e}"
     )
     assert header.split()[:10] == ["layer", "nearest", *steps, "chosen"]
@@ -240,7 +240,7 @@ def test_a_weight_that_a_float_layer_shares_stays() -> None:
     [
         (lambda given: given.update(steps="bets"), ConfigError, "unknown steps 'bets'; did you mean best"),
         (lambda given: given.update(steps=["gptqq"]), ConfigError, "unknown step 'gptqq'; did you mean gptq"),
-        (lambda given: given.update(steps=["drift"]), ConfigError, 'the step "drift" moves what a solver'),
+        (lambda given: given.update(steps=["drift"]), ConfigError, 'the step "drift" changes the target'),
         (lambda given: given.update(batches=[]), CalibrationError, "improve needs batches"),
         (lambda given: given.update(batches=torch.ones(3, 4)), ConfigError, r"give a list: \[tensor\]"),
         (lambda given: given.update(model=net()), ConfigError, "call fakequant.prepare"),

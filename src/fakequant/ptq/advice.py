@@ -93,7 +93,7 @@ class Code:
 
 
 def _shown(value: Any, name: str) -> str:
-    """A value as Python code; for a function, the name of the argument that takes it."""
+    """A number, text or slice as Python code; for any other value, the name of the argument that takes it."""
     return repr(value) if isinstance(value, (int, str, slice)) else name
 
 
@@ -111,7 +111,7 @@ TIERS = ("presets", "calibration methods", 'improve "fast"', 'improve "best"')
 
 
 class SizeClass(NamedTuple):
-    """Presets of a kind whose models have about the same size; `bytes` counts all parameters of the smallest model."""
+    """Presets of a kind (see `Engine`) whose models have about the same size; `bytes`: those of the smallest model."""
 
     bytes: int
     presets: tuple[str, ...]
@@ -230,7 +230,7 @@ class SearchOrder:
         return [best.way._replace(steps="best")]
 
     def _leading(self, presets: Sequence[str]) -> list[Compared]:
-        """The best result of each of these presets, of which the two best are returned; equal results count as one."""
+        """The two best results among the best of each of these presets; presets with equal figures count as one."""
         best = [row for preset in presets if (row := self.best_of([preset])) is not None]
         unlike = {(row.error, row.bytes, row.metric): row for row in best[::-1]}
         return sorted(unlike.values(), key=lambda row: (-self.score(row), row.error))[:_TWO]
@@ -324,7 +324,7 @@ class Advice:
         failed = dict.fromkeys(
             f"{row.measured.preset}: {row.measured.failed}" for row in self.rows if row.measured.failed
         )
-        stopped = ["Interrupted: what follows is of what was tried until then."] if self.interrupted else []
+        stopped = ["Interrupted: the answer is chosen from the rows above."] if self.interrupted else []
         return [*failed, *stopped, self.reason, f"Judged {self.judged}.", self.speed]
 
 
@@ -372,19 +372,19 @@ def reason(ladder: SearchOrder, metric: NamedMetric | None, target: str | None) 
         below = next(filter(None, (ladder.best_of(size.presets) for size in ladder.sizes[: ladder.met][::-1])), None)
         if below is not None:
             other = told(below, ladder.score(below), metric)
-            found += f" What is smaller, or faster, is worse: {other} at best."
+            found += f" Smaller or faster models are worse: {other} at best."
     else:
         found = f"None meets the floor of {floor}: {name} is nearest with {shown(score)}, and misses it by "
         found += f"{number(ladder.floor - score)}."
     if target is None and not quantizes_inputs(best.preset):
-        found += " Inputs stay in float: without target=, an engine that gains by quantizing them is not known."
+        found += " Inputs stay in float: without target=, it is not known whether the engine gains by quantized inputs."
     return found
 
 
 def speed(target: str | None) -> str:
     """A sentence that says that the speed was not measured, and repeats the known facts on the target's speed."""
     if target is None:
-        return "Speed: not measured, for no target was given."
+        return "Speed: not measured, because target= is missing."
     engine = find_engine(target)
     page = f"; docs/engines/{engine.page}.md says more" if engine.page else ""
     return f"Speed in {target}: not measured{page}. {engine.known}".rstrip()
@@ -421,8 +421,8 @@ def advise(  # noqa: PLR0913  all but the first two by name
     Args:
         model: the float model; it is not changed.
         batches: as for `calibrate`; they are kept as a list.
-        target: the engine that will run it, by its name in `fakequant.known_engines()`, which decides what is
-            tried; errors and metrics are those of its arithmetic where that is known. None tries weights alone.
+        target: the engine that will run the model, by its name in `fakequant.known_engines()`. Its presets are tried;
+            errors and metrics are those of its arithmetic, if that is known. None tries weights alone.
         floor: the least metric that is good enough, by default 99 % of the float model's metric. Without a metric: the
             least signal-to-error ratio of the output in dB, by default 20 dB (1 % of the output's energy).
         metric: called as metric(model), larger is better. It should use none of the batches.

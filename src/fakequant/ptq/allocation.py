@@ -43,7 +43,7 @@ class Score:
     """The cost of a preset for one layer.
 
     Attributes:
-        loss: the squared error of the model's output if only this layer is quantized, as a share of its energy.
+        loss: the squared error of the model's output if this layer alone is quantized, over the output's energy.
         bits: the bits of the weight with its scales; 0 where an earlier layer holds the same parameter.
         operations: bit operations of one pass over the first batch: multiply-accumulates times the bits of the weight
             times the bits of the input; a tensor in float has 32.
@@ -119,7 +119,8 @@ class Scores:
         layers: scores by layer and choice.
         weights: how many weights each layer has; 0 where an earlier layer holds the same parameter.
         ties: groups of layers that get the same choice, because they read the same tensor or hold the same parameter.
-        arriving: the errors of the output in random directions [samples], by layer and choice.
+        arriving: by layer and choice, errors of the output [samples], whose mean square is the loss; those of a mix of
+            choices are added.
         products: how many multiply-accumulates each layer has for the first batch.
         why_float: why other layers with weights have no scores, and stay in float; by path.
         in_float: bytes of all parameters that stay in float, by the path of the module that holds them.
@@ -218,8 +219,7 @@ class Scores:
         """The best mix within a budget.
 
         Args:
-            bits: the largest number of bits per weight of the layers with scores, with scales; what stays in float does
-                not count.
+            bits: the largest mean number of bits per weight, scales included, over the layers that have scores.
             size: the largest number of bytes of all parameters of the model, as `fakequant.summary` counts them: also
                 those that stay in float.
             loss: the largest loss; the smallest mix with at most this loss is taken.
@@ -329,7 +329,7 @@ def _logits(outputs: Any, axis: int | None) -> Tensor:
 def losses_alone(
     model: nn.Module, quantized: Mapping[str, nn.Module], layers: Sequence[str], loss: Metric, progress: bool | None
 ) -> dict[tuple[str, str], Tensor]:
-    """Errors [layers] by layer and choice; their mean square is the increase of the loss by quantizing only this layer.
+    """By layer and choice, a vector [layers]: its mean square is the loss added by quantizing this layer alone.
 
     `loss(model)` is a number, smaller is better. A layer that lowers the loss counts as 0.
     """
@@ -467,10 +467,10 @@ def scores(
 ) -> Scores:
     """Measure the error of the model's output by quantizing each layer alone with each choice.
 
-    The error that a choice makes in a layer's output is multiplied with the gradient of random directions of the
-    model's output: the mean of squares estimates the squared error that arrives there (Hutchinson's estimator), as a
-    share of the output's energy; of several outputs it is the mean share.
-    With `measure` the model runs with each layer and choice alone instead, and the losses of a mix add up.
+    The error that a choice makes in a layer's output is multiplied with the gradients of random sums of the model's
+    output. The mean square of these products estimates the squared error of the model's output (Hutchinson's
+    estimator), as a share of its energy; for several outputs it is the mean share.
+    With `measure`, the model runs once for each layer and choice instead, and the losses of a mix add up.
 
     Args:
         model: the float model; it is not changed.
@@ -659,8 +659,7 @@ def search(  # noqa: PLR0913  all but the first three by name
         batches: a few are enough. Every second batch, up to eight, is held back to measure the error; the others
             calibrate and choose. A single batch does both.
         choices: names of presets.
-        bits: the largest number of bits per weight of the layers that get a preset, with scales; what stays in float
-            does not count.
+        bits: the largest mean number of bits per weight, scales included, over the layers that get a preset.
         size: the largest number of bytes of all parameters, as `fakequant.summary` counts them: also those that stay in
             float.
         loss: the largest predicted error of the output, as a share of its energy; the smallest mix within it is taken.

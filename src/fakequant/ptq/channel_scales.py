@@ -260,7 +260,7 @@ _FORMS: tuple[_Form, ...] = (lambda weight, scale: weight * scale, lambda weight
 
 
 def _forms(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, _Form]:
-    """For each normalisation, the item of `_FORMS` by which its output can be scaled; without one, it is left out."""
+    """For each normalisation, the item of `_FORMS` by which its output can be scaled; others are left out."""
     calls, hooks, found = dict[nn.Module, tuple[LayerCall, Any]](), list[Any](), dict[nn.Module, _Form]()
 
     def see(maker: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -328,9 +328,9 @@ def _groups(layer: nn.Module) -> int:
 
 
 _ROUNDS, _SETTLED = 20, 0.05
-"""A scale changes the ranges of the next pair, so pairs take turns until no factor is further than 5 % from 1."""
+"""Pairs take turns, as a scale changes the next pair's ranges: up to 20 times, or until factors are within 5 % of 1."""
 _BOUND = 2.0**8
-"""The largest factor: more would make the activations of nearly dead channels huge."""
+"""The largest factor of one turn: a larger one would make the activations of nearly dead channels huge at once."""
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class ChosenLayersFolder:
             return None
         found = self._read(path)
         if (held := found.get("name")) != name:
-            raise CheckpointError(f"{path} holds the layer {held!s:.80}, and {name} is next; give another folder")
+            raise CheckpointError(f"{path} holds the layer {held!s:.80} in place of {name}; give another folder")
         try:
             device, values, bias = product.tensor.device, found["values"], found["bias"]
             if values.shape != product.tensor.shape or not values.is_floating_point():
@@ -193,7 +193,7 @@ def _on(params: tuple[Tensor, Tensor | None], device: torch.device) -> QParams:
     return QParams(scale.to(device), None if zero_point is None else zero_point.to(device))
 
 
-_OUTPUT = "output in float, by an attribute of the model, inputs= or forward="
+_OUTPUT = "output in float, from another attribute of the model, inputs= or forward="
 
 
 def run_of(model: nn.Module, batches: KeptBatches, steps: Iterable[str] = ()) -> dict[str, str]:
@@ -274,7 +274,7 @@ def _are_same(calls: Calls | None, others: Calls | None) -> bool:
 
 StepsOf = Callable[[str], Sequence[str]]
 """A function of a layer's name that returns the steps for the layer."""
-_OTHER_ROWS = '"drift" was left out: the rows of its input are others in the float model'
+_OTHER_ROWS = '"drift" was left out: the rows of its input differ too much from those in the float model'
 _WIDE = f'"damping" was left out: it has more than {WIDEST_HALVED:,} columns'
 
 
@@ -338,11 +338,12 @@ class Collector:
         rows, columns = min(filter(None, choice.rows)), product.columns // count
         if rows < ROWS_PER_CHANNEL * columns:
             remarks.append(
-                f"its input has {rows:,} rows for {columns:,} columns, so that other data may lose more, and no "
-                f"channel is divided; give {-(-ENOUGH_ROWS * columns // rows)} times as many examples"
+                f"its input has {rows:,} rows for {columns:,} columns, so that new data may lose more, and "
+                f'"smooth" needs {ROWS_PER_CHANNEL} rows for each channel; '
+                f"give {-(-ENOUGH_ROWS * columns // rows)} times as many examples"
             )
         if (zeros := structured_zeros(product.tensor)) is not None:
-            remarks.append(f"its zeros stay, {float(zeros.float().mean()):.0%} of its weight")
+            remarks.append(f"its zeros stay: they are {float(zeros.float().mean()):.0%} of its weight")
         remarks += [_WIDE] if self._halves and product.columns > WIDEST_HALVED else []
         remarks += [f"its inputs are taken in {count} parts, whose errors count as independent"] if count > 1 else []
         if without:
@@ -514,7 +515,7 @@ class Collector:
     def _with_drift(
         self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums, added: Mapping[int, Tensor]
     ) -> InputSums:
-        """The sums with the `Drift` of their rows; without it, if the rows of the float model are unrelated."""
+        """The sums with the `Drift` of their rows; without a `Drift` if that is larger than `MOST_DRIFT`."""
         product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
         weight = product.tensor.detach()
         groups, columns = product.groups * parts.count, product.columns // parts.count

@@ -204,7 +204,7 @@ class Ways(NamedTuple):
 
 
 USUAL_WAYS = Ways()
-"""What `compare` tries by default."""
+"""The presets, methods and steps that `compare` tries by default."""
 
 
 def presets_for(target: str | None) -> Sequence[str]:

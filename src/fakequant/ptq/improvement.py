@@ -94,7 +94,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
             is undone.
         metric: called as metric(model), larger is better, before and after, and for each part that is tried; several
             processes take the mean. A choice that lowers the metric is undone, also without batches that judge; where
-            the metric stays, the error of the output decides. It should not use the data of the last evaluation.
+            the metric stays, the error of the output decides. It should not use the data of the final evaluation.
         group: the processes of torch.distributed that choose together, each with its own batches, as for `calibrate`.
             Inputs of all batches are summed, and all processes get the same weights. The first process chooses for the
             inputs (`smooth`, `rotate`, `input`), by the batches of that process.
@@ -326,7 +326,7 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
         raise ConfigError(f'steps are "best", "fast" or a list of {", ".join(STEPS)}; got {shown(steps)}')
     if unknown := [step for step in steps if step not in STEPS]:
         raise ConfigError(f"unknown step {unknown[0]!r}{nearest(str(unknown[0]), list(STEPS))}")
-    for step, what in (("drift", "moves what a solver comes close to"), ("damping", "is that of a solver")):
+    for step, what in (("drift", "changes the target of a solver"), ("damping", "sets the damping of a solver")):
         if step in steps and not set(SOLVERS) & set(steps):
             raise ConfigError(f'the step "{step}" {what}; add one of {", ".join(SOLVERS)}')
     return tuple(step for step in STEPS if step in steps)
@@ -335,8 +335,8 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
 def _looked_at(
     model: nn.Module, weights: Mapping[str, Product], batches: KeptBatches
 ) -> tuple[dict[str, MatrixProduct], CallOrder, dict[nn.Parameter, str], Improvement]:
-    """Run all batches; returns the weights to choose, their calls, parameters with reasons to stay, rows of the
-    others."""
+    """Run all batches; returns the weights to choose, their order, the parameters that stay with the reason, and
+    a result with the weights that stay."""
     layers = {path: own for path, own in weights.items() if isinstance(own, MatrixProduct) and not _why_not(own, {})}
     recorded = call_order(model, layers, batches)
     fixed = fixed_parameters(model, recorded.first)

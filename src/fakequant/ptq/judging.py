@@ -103,7 +103,7 @@ class OutputJudge:
     ) -> None:
         self._model, self._processes, self._metric, self._is_apart = model, processes, metric, is_apart
         self._where = f"on {len(batches)} {'batch' if len(batches) == 1 else 'batches'} that "
-        self._where += "chose nothing" if is_apart else "chose, too, and new data may lose more"
+        self._where += "chose nothing" if is_apart else "also chose, so that new data may lose more"
         self._outputs, errors = None, None
         if why_not is None:
             with disabled(model):

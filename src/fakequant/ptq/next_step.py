@@ -42,7 +42,7 @@ from fakequant.restore import restore_after
 from fakequant.text import listed
 
 _ANY = (*WEIGHTS, "NF4_WEIGHT_ONLY", "NVFP4_WEIGHT_ONLY")
-"""Without an engine that multiplies codes, inputs of fewer bits lose accuracy and gain nothing."""
+"""The presets to try without a target, for weights alone: quantized inputs gain nothing unless codes are multiplied."""
 _BLOCKS = "MXFP4", "NVFP4"
 """Presets whose codes are multiplied by the same GPUs."""
 

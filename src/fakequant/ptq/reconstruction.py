@@ -468,13 +468,14 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         result.layers += [LayerResult(name, note=MISSED) for name in found if name not in reached]
     if others:
         result.notes.append(
-            f"{listed(others)}: learn what they give in float for their quantized inputs, because the float model "
+            f"{listed(others)}: learn the output of the float block for quantized inputs, because the float model "
             "calls other blocks there, or gives them other rows"
         )
     if late:
         result.notes.append(
-            f"{len(late)} of {len(recorded.order)} blocks, from {module_name(late[0])} on, learn what they give in "
-            "float for their quantized inputs: a batch calls it several times, and it learns before the last call"
+            f"{len(late)} of {len(recorded.order)} blocks, from {module_name(late[0])} on, learn the output of the "
+            f"float block for quantized inputs: a batch calls {module_name(late[0])} several times, and it learns "
+            "before the last call"
         )
     result.notes += remarks_of(
         LayerResult(layer_of(path), remarks=[f"its values stay: {fixed[weight.parameter]}"])

@@ -380,7 +380,7 @@ class _Rotation:
         for one in touched:
             held = [one] if isinstance(one, nn.Parameter) else [p for p in one._parameters.values() if p is not None]
             if not self._shared.isdisjoint(held):
-                return f"{self._names[one]} shares a parameter; give each layer its own, as a tied head its own weight"
+                return f"{self._names[one]} shares a parameter; give it a copy, such as a tied head its own weight"
             if isinstance(one, nn.Module) and (
                 one._parameters.get("weight") is not one.weight or not has_no_hooks(one)
             ):
@@ -458,7 +458,7 @@ def rotation_of(width: int, kind: str, generator: torch.Generator) -> Tensor:
 
 
 def _made_by(makers: Iterable[nn.Module | nn.Parameter], width: int) -> list[tuple[nn.Parameter, int]]:
-    """Each parameter of the makers of a stream with its axis of channels; a _WidthError for another width."""
+    """Each parameter of the makers of a stream with its axis of channels; raises _WidthError for another width."""
     found: list[tuple[nn.Parameter, int]] = []
     for maker in makers:
         if isinstance(maker, nn.Parameter):

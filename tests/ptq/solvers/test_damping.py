@@ -122,7 +122,7 @@ def test_wide_layers_keep_no_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_damping_is_that_of_a_solver() -> None:
-    with pytest.raises(ConfigError, match='the step "damping" is that of a solver; add one of gptq'):
+    with pytest.raises(ConfigError, match='the step "damping" sets the damping of a solver; add one of gptq'):
         improved([rows(100, 0)], ["ranges", "damping"])
 
 

@@ -64,9 +64,10 @@ class Drift:
             rows: the inputs of the layer.
             wanted: the inputs of the layer in the float model.
             weight: the weight of the layer [groups, outputs, columns].
+            beside: the drift of the value to which the layer's output is added, [groups, rows, outputs]; None: 0.
 
-            Raises:
-                CalibrationError: `wanted` holds NaN or inf.
+        Raises:
+            CalibrationError: `wanted` holds NaN or inf.
         """
         _check_finite(wanted)
         matrix = weight.float().mT
@@ -229,8 +230,9 @@ class InputSums:
 class HalvedSums:
     """Adds rows to the sums over all rows, or to the sums over two halves of the rows.
 
-    The first rows of each `add` go to the first half and the last rows to the second: other examples of a batch. A row
-    in the middle goes to the first half if its number of positive values is odd, whichever process adds the row.
+    The first rows of each `add` go to the first half and the last rows to the second, which gives both halves other
+    examples. A row in the middle goes to the first half if its number of positive values is odd, whichever process adds
+    the row.
 
     Args:
         whole: the sums over all rows without their drift, if they are known.
@@ -271,7 +273,7 @@ class HalvedSums:
         return [(part, *own) for part, own in zip(self._parts, halves, strict=True) if own[0].shape[1]]
 
     def merge_processes(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Merge the sums of all processes; for parts with a drift, only its sums. See `InputSums.merge_processes`."""
+        """Merge the sums of all processes; with a drift, those of the drift alone. See `InputSums.merge_processes`."""
         for part in self._parts:
             if part.drift is None:
                 part.merge_processes(group, device)

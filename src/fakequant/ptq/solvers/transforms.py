@@ -59,7 +59,7 @@ class Parts:
 
     @classmethod
     def of(cls, product: MatrixProduct) -> Parts:
-        """The parts of a product; one, if its sums are small enough or a split would cut groups of a scale."""
+        """The parts of a product; a single part if its sums are small, or a split would cut a group of one scale."""
         shape, spec, columns = product.tensor.shape, product.quantizer.spec, product.columns
         if not product.takes_parts or product.groups > 1 or columns <= _WIDEST:
             return cls(1, shares_scales=True)
@@ -334,8 +334,8 @@ def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[s
         layers: the layers that get the input; they change if a transform is found.
         inputs: the inputs of each batch and call, [..., channels] or [n, channels, ...].
         steps: "smooth" divides channels by factors that the weights take over (SmoothQuant, arXiv 2211.10438), "rotate"
-            multiplies blocks of features by a Hadamard matrix (QuaRot, arXiv 2404.00456). With both, the
-                rotation after the division is tried, too.
+            multiplies blocks of features by a Hadamard matrix (QuaRot, arXiv 2404.00456). With both, the rotation after
+            the division is tried, too.
     """
     judge, found = _Judge(layers, inputs), list[_Candidate]()
     plain = least = judge.loss(lambda _: None)
@@ -468,7 +468,7 @@ class _Judge:
         by_tensor = all(set(spec.granularity.group_shape(x.shape)) == {1} for calls in inputs for x in calls)
         axis = -(layers[0].tensor.dim() - 1)
         self._ends = [[_ends(x, axis) for x in calls] for calls in inputs] if by_tensor else inputs
-        """Tensors with the same range as the inputs by any scale per channel: the ends of channels, or all inputs."""
+        """Tensors whose range is that of the inputs, also with channels scaled: the ends of channels, or all inputs."""
 
     def loss(self, transform: Callable[[int], InputTransform | None]) -> float:
         """The squared error of the outputs; `transform` returns the transform for a batch by its index, or None."""
