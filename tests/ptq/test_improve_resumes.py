@@ -233,9 +233,9 @@ def _put(path: Path, content: bytes) -> None:
         ("bias", torch.ones(3), "is damaged: the change of a bias has another shape; remove it"),
         ("params", [], "is damaged: .*; remove it"),
         ("name", None, "holds the layer None in place of one"),
-        ("run", None, r"holds no chosen layer \(\w+\); give another folder"),
-        (None, b"", r"holds no chosen layer \(\w+\); give another folder"),
-        (None, b"PK", r"holds no chosen layer \(\w+\); give another folder"),
+        ("run", None, r"is not a file of a chosen layer \(\w+\); give another folder"),
+        (None, b"", r"is not a file of a chosen layer \(\w+\); give another folder"),
+        (None, b"PK", r"is not a file of a chosen layer \(\w+\); give another folder"),
     ],
 )
 def test_a_file_of_another_content_is_refused(key: str | None, value: Any, message: str, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ class SearchOrder:
         self.met = len(self.sizes)
 
     def ways(self) -> Iterator[tuple[Variant, str]]:
-        """Each variant to try, with a text on what may follow; the caller stores its result in `rows` before the next.
+        """Each variant to try, with a text on what may follow; the caller adds its result to `rows` before the next.
 
         All presets come first, from the smallest size up to the first that meets the floor. Then costlier variants of
         the smaller sizes follow, from the smallest size up.

@@ -162,7 +162,7 @@ class ChosenLayersFolder:
             held = {**found["run"]}
         except _DAMAGE as error:
             raise CheckpointError(
-                f"{path} holds no chosen layer ({type(error).__name__}); give another folder"
+                f"{path} is not a file of a chosen layer ({type(error).__name__}); give another folder"
             ) from error
         if other := [what for what in self._run if held.get(what) != self._run[what]]:
             other = [what for what in other if what != _OUTPUT] or other  # the output follows from the other entries

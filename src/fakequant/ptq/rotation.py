@@ -426,7 +426,7 @@ class _Rotation:
 
 
 def _turn(parameters: Iterable[tuple[nn.Parameter, int]], matrix: Tensor) -> None:
-    """Multiply the axis of each parameter by a matrix, in blocks of its size, in float64 and rounded once."""
+    """Multiply each parameter along its axis by a matrix, in blocks of the matrix's size; in float64, rounded once."""
     for parameter, axis in parameters:
         rows = parameter.detach().double().movedim(axis, -1).unflatten(-1, (-1, len(matrix)))
         turned = rows @ matrix.to(parameter.device)

@@ -306,7 +306,7 @@ class Aim(Enum):
 
 
 class Change(NamedTuple):
-    """A change of a model: a description, the code to paste, a function of the batches to use, and the aim."""
+    """A change of a model: a description, the code to paste, a function that makes it with some batches, the aim."""
 
     what: str
     code: str

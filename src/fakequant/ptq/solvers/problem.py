@@ -230,7 +230,7 @@ class Problem:
         return found
 
     def ordered(self, group: int) -> Ordered:
-        """The factored moments of a group for `gptq`, cached in the sums for other outputs and another share."""
+        """The factored moments of a group for `gptq`, cached in the `InputSums`, as all outputs and shares use it."""
         key = group, self.damping
         if self.sums.ordered[:1] != [key]:
             self.sums.ordered[:] = [key, Ordered.of(self.sums.moments[group], self.damping)]

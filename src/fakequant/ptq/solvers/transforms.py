@@ -238,10 +238,10 @@ def sampled(count: int) -> range:
 def searched_input(layers: Sequence[MatrixProduct], inputs: Inputs) -> tuple[QParams, float, float]:
     """The parameters of an input's quantizer with which the outputs of its layers have the smallest error.
 
-    A few batches judge each multiple of the range, each with the range of all other batches. So values beyond the
-    range of the others count, as they will for new data. The batch with the largest values judges too, by
-    the range of all batches, because clipping costs most there. A multiple must win clearly, because layers err
-    together: a range that is too small costs the model more than it costs the layer.
+    Multiples of the range are tried, and a few batches judge each. For a batch that judges, the range is that of all
+    other batches, so that values beyond the range count, as they will for new data. The batch with the largest values
+    also judges, by the range of all batches, because clipping costs most there. A multiple must win clearly, because
+    layers err together: a range that is too small costs the model more than it costs the layer.
 
     Returns:
         The parameters, the error with the first layer's present parameters, and the error with the returned ones.
