@@ -253,9 +253,9 @@ def test_codes_of_a_solver_stay(tmp_path: Path) -> None:
         (rules_of(weight="int8", input="int8_narrow"), r"0\._input_quantizer: int8_narrow.*with all codes"),
         ("INT8_PER_TOKEN", r"0\._input_quantizer: .*static range such as INT8_AFFINE"),
         (rules_of(weight="int8", input="int8 per_channel(-1)"), r"0\._input_quantizer: .*use per_tensor"),
-        (rules_of(weight="int8", input="int8 reciprocal"), r"0\._input_quantizer: .*by which is divided"),
-        (rules_of(weight="int4 per_block(0:32)"), r"0\._weight_quantizer: encodings have blocks of the inputs"),
-        (rules_of(weight="int4 per_block(-1:48,pad)"), r"0\._weight_quantizer: .*whose number they divide"),
+        (rules_of(weight="int8", input="int8 reciprocal"), r"0\._input_quantizer: .*are divided by one scale"),
+        (rules_of(weight="int4 per_block(0:32)"), r"0\._weight_quantizer: encodings have equal blocks of inputs"),
+        (rules_of(weight="int4 per_block(-1:48,pad)"), r"0\._weight_quantizer: .*equal blocks of inputs"),
     ],
 )
 def test_what_they_have_not_is_refused(config: Any, words: str, tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_tensor_has_one_range_for_all_readers(tmp_path: Path) -> None:
     model = fq.prepare(Fork().eval(), "INT8_AFFINE")
     fq.calibrate(model, [x], progress=False)
     quantizers(model)["b._input_quantizer"].set_range(fq.Range(torch.tensor([-1.0]), torch.tensor([1.0])))
-    with pytest.raises(ExportError, match=r"b\._input_quantizer: quantizes x otherwise than a\._input.*target='qnn'"):
+    with pytest.raises(ExportError, match=r"b\._input_quantizer: quantizes x differently from a\._input.*target='qnn'"):
         fq.export_encodings(model, x, tmp_path / "m.onnx")
 
 

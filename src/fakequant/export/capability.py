@@ -128,7 +128,7 @@ class SiteRecord:
         x: name of the quantized tensor; for a weight the name of the parameter.
         y: name of the quantized result.
         parameters: the source of scale and zero point.
-        scale: name of the scale; a computed one is [groups per axis], a constant has ONNX's shape.
+        scale: name of the scale; a computed scale is [groups per axis], a constant has ONNX's shape.
         zero_point: name of the zero point, in the scale's shape; None if there is none.
         codes: name of a weight's codes; None for activations.
         groups: shape of constant scales [groups per axis].
@@ -165,7 +165,7 @@ class SiteRecord:
 class InputRecord:
     """One input of the file: its name, and shape, torch dtype and range in the example.
 
-    `key` is the keyword of the argument, and `state` the path of the buffer, if the input is one.
+    `key` is the keyword if the input is a keyword argument, and `state` the path if the input is a buffer.
     """
 
     name: str
@@ -537,7 +537,7 @@ def check_scale(scale: Tensor, spec: QuantSpec, style: Style = Style.PORTABLE) -
     """
     # 2**-127, the smallest scale of OCP Microscaling, is subnormal but has a finite reciprocal.
     if spec.scale.is_exact:
-        _require(scale > 0, scale, "positive numbers: a group is zero, for which float32 scales have the smallest one")
+        _require(scale > 0, scale, "positive numbers: all values of a group are 0; use scales in float32, never 0")
     smallest = 0.0 if spec.scale.format is None else spec.scale.format.grid.quant_min
     good = scale.isfinite() & ((scale >= torch.finfo(torch.float32).tiny) | ((scale == smallest) & (scale > 0)))
     _require(good, scale, "positive normal float32 numbers; calibrate it again")

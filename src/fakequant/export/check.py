@@ -457,14 +457,14 @@ def without_rounding(model: ModelProto, checks: Sequence[SiteCheck]) -> ModelPro
 
 
 Run = Callable[[Callable[[Tensor], Tensor]], Any]
-"""Calls the model with a batch whose tensors an argument, a function, first changes."""
+"""Calls the model with a batch; the argument is a function that first changes each tensor of the batch."""
 Values = Iterator[tuple[dict[str, Tensor], list[int]]]
 """For each piece of the file, its tensors by name, and the indices of the checks whose tensors are among them."""
 
 _UNITS = 8
 """Differences up to this many units in the last place of the largest value need no second run."""
 _FACTOR = 32
-"""A right file differs by at most this multiple of what changed last bits do: a sum has thousands of terms."""
+"""A right file differs by at most this multiple of the effect of changed last bits: a sum has thousands of terms."""
 _ALIKE = 1e-3
 """A call in the model matches a quantizer in the file if inputs differ by at most this share of the largest value."""
 _HUGE = 2.0**100

@@ -87,20 +87,20 @@ def export_coreml(
                 expected[node.name] = node.target(*args)
         for name, value in expected.items():
             if name not in found:
-                raise ExportError(f"Core ML has no integers for the weight {name}; report the model")
+                raise ExportError(f"the Core ML package has no integers for the weight {name}; report a bug")
             theirs = torch.as_tensor(found[name].materialized_val_inference())
             if differing := int((theirs != value).sum()) if theirs.shape == value.shape else value.numel():
                 raise ExportError(
                     f"in the Core ML package, {differing:,} elements of the weight {name} differ from the values of "
-                    "the simulation, so nothing was written; report the model"
+                    "the simulation, so nothing was written; report a bug"
                 )
         with TemporaryDirectory(dir=target.parent) as folder:
             made.save(str(Path(folder, target.name)))
             Path(folder, target.name).rename(target)
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     note = (
-        f"{len(expected)} weights have the values of the simulation, each element; "
-        "Core ML computes results on a Mac alone"
+        f"every element of {len(expected)} weights has the value of the simulation; "
+        "results were not compared, because Core ML runs on a Mac alone"
     )
     return EngineFile(target, f"Core ML by coremltools {version('coremltools')}", size, notes=(note,))
 

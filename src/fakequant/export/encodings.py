@@ -52,7 +52,7 @@ VERSIONS = "0.6.1", "1.0.0", "2.0.0"
 _CALL = "export_encodings(model, example, 'model.onnx')"
 _READ = "read_encodings(model, example, 'model.encodings')"
 _BITS = 4, 8, 16
-_ONE_RANGE = "prepare(..., target='qnn') gives a tensor one range for all that reads it"
+_ONE_RANGE = "prepare(..., target='qnn') gives a tensor one range for all its readers"
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class TensorEncoding:
     """The quantization of a tensor: x = (q - zero_point) * scale.
 
     Attributes:
-        scale: float32; per tensor [], per channel [channels], per block [channels, blocks, ones].
+        scale: float32; per tensor [], per channel [channels], per block [channels, blocks, 1, ...].
         zero_point: the code of 0.0, int64, in the shape of the scale.
         bits: the bits of a code.
         signed: whether codes begin at -2**(bits - 1) instead of 0.
@@ -96,7 +96,7 @@ class Encodings:
 
     Attributes:
         path: the file of encodings.
-        version: the version of the form.
+        version: the version of AIMET's file layout.
         tensors: the paths of each tensor's quantizers, by the tensor's name in the ONNX file.
         onnx: the float ONNX file beside it; None after reading.
         left_out: paths of quantizers without encodings, because they are off or the example does not reach them;
@@ -207,7 +207,7 @@ def read_encodings(
     _, expected, names = _split(copied, example)
     own, ready = quantizers(model), quantizers(copied)
     if calls := sorted({path for paths in names.values() for path in paths} - own.keys()):
-        raise ExportError(f"{listed(calls)} call fake_quantize with ranges as arguments; use layers of prepare")
+        raise ExportError(f"{listed(calls)} call fake_quantize with ranges as arguments; let prepare make quantizers")
     lacking, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if lacking or unknown:
         said = [f"it lacks {listed(lacking)}"] if lacking else []
@@ -232,7 +232,7 @@ def _without(own: Mapping[str, Quantizer], names: Mapping[str, list[str]]) -> li
 
 
 def _params(title: str, path: str, found: TensorEncoding, expected: TensorEncoding, ready: Quantizer) -> QParams:
-    """An encoding as parameters for a quantizer; `ready` is its calibrated copy. Raises ExportError on a misfit."""
+    """An encoding as parameters for a quantizer; `ready` is a calibrated copy of it. Raises if they do not fit."""
     before, spec = ready.scale, ready.spec
     assert before is not None
     if (found.dtype, found.scale.size) != (expected.dtype, expected.scale.size):
@@ -292,7 +292,7 @@ def _why_not(site: SiteRecord) -> str | None:
     if site.parameters is not Parameters.CONSTANT or site.scale_of_scales:
         return f"{spec}: encodings have constant scales in float32; use a static range such as INT8_AFFINE"
     if not is_weight and (len(site.groups) != site.groups.count(1) or spec.arithmetic is not Arithmetic.DIVIDE):
-        return f"{spec}: encodings of activations have a scale of the tensor, by which is divided; use per_tensor"
+        return f"{spec}: activations are divided by one scale of the tensor; use per_tensor and the arithmetic DIVIDE"
     return None
 
 
@@ -321,7 +321,7 @@ class _Split:
                 return "version 0.6.1 has no blocks; use version 2.0.0"
             shape = self._editor.shape(str(site.codes))
             if encoding.axis != 1 or len(shape) != 2 or shape[1] != encoding.scale.shape[1] * encoding.block_size:
-                return f"encodings have blocks of the inputs of a matrix, whose number they divide, and this is {shape}"
+                return f"encodings have equal blocks of inputs of a matrix [out, in], and this weight is {shape}"
         name = self._names.get(site.x, site.x)
         if site.codes is not None:  # the values of a weight's codes become a constant with the name of the weight
             codes = self._editor.tensor(site.codes).float()
@@ -335,7 +335,7 @@ class _Split:
             name = self._editor.add(site.x, ((codes - zero) * scale).numpy())
         if self.encodings.setdefault(name, encoding) != encoding:
             others = listed(self.quantizers[name])
-            return f"quantizes {name} otherwise than {others}, and a tensor has one encoding; {_ONE_RANGE}"
+            return f"quantizes {name} differently from {others}, but a tensor has one encoding; {_ONE_RANGE}"
         self.quantizers.setdefault(name, []).append(site.quantizer)
         self._names[site.y] = name
         if site.codes is None:

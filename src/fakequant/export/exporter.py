@@ -180,7 +180,7 @@ def with_state(model: nn.Module, found: Mapping[str, str], dynamic_shapes: Any) 
 MAX_BYTES = 2**31 - 2**20
 """The limit of one protobuf message, minus a margin for nodes and names."""
 
-_NO_LOOPS = "TensorRT was not seen to compute quantizers in a loop"
+_NO_LOOPS = "it is not known that TensorRT computes quantizers in a loop"
 
 _IR_VERSION = 10
 """The IR version of the file, which ONNX Runtime reads since 1.18 and which suffices for the portable style."""

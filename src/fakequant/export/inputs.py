@@ -215,7 +215,10 @@ def tensors_of(batch: Any, records: list[InputRecord]) -> dict[str, Tensor]:
         batch = [batch[key] for key in keys]
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if len(leaves) < len(records):
-        raise VerificationError(f"a batch has {len(leaves)} tensors, but the file has {len(records)} inputs")
+        raise VerificationError(
+            f"a batch has {len(leaves)} tensors, but the file has {len(records)} inputs; pass batches of the same form "
+            "as the example"
+        )
     return {record.name: leaf for record, leaf in zip(records, leaves, strict=False)}
 
 

@@ -110,7 +110,7 @@ def export_litert(
 
 
 class _ToLiteRT(LoweringToInt8):
-    """Lowers quantizers for LiteRT, which needs a weight as floats and a quantize node, per tensor or channel."""
+    """Lowers quantizers for LiteRT, where a weight is floats and a quantize node with scales per tensor or channel."""
 
     label = "LiteRT"
     float_weights = True
@@ -119,7 +119,7 @@ class _ToLiteRT(LoweringToInt8):
     def why_not(cls, spec: QuantSpec, *, constant: bool) -> str | None:
         reason = super().why_not(spec, constant=constant)
         if constant and reason is None and isinstance(spec.granularity, PerBlock):
-            return "groups of weights, use per_channel"
+            return "weights have scales per tensor or channel, not per group; use per_channel"
         return reason or (cls.why_not_codes(spec) if isinstance(spec.granularity, PerTensor) else None)
 
 

@@ -51,9 +51,9 @@ _CLIPS = ("Clip", "Relu")
 _BEFORE_CLIPS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add")
 """Operators whose results need no Clip in front of a quantizer whose codes end at the same bounds.
 
-QNN starts no file where another Clip than ReLU6 stands between a product and its quantizer, nor any where the product
-has three axes or more and a bias: ONNX Runtime puts a Reshape between them. Behind a quantizer the Clip stays, because
-QNN starts no file where two quantizers follow each other.
+QNN starts no file with a Clip other than ReLU6 between a product and its quantizer; also not with ReLU6 if the product
+has a bias and three or more axes, because ONNX Runtime puts a Reshape between them. A Clip behind a quantizer stays,
+because QNN starts no file where two quantizers follow each other.
 """
 _MOVES = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Slice", "MaxPool")
 _LARGEST = float(np.finfo(np.float32).max)
@@ -163,8 +163,8 @@ def _identity(site: EmittedSite) -> tuple[Any, ...]:
 def _write_clips(editor: GraphEditor) -> None:
     """Write Max and Min of a quantized tensor, or of a product, and a constant number as Clip, in place.
 
-    torch writes a clamp with one bound that is an integer so, and QNN starts no file with such a Max or Min. Other
-    tensors may hold inf, which Clip makes finite.
+    torch writes a clamp with one integer bound as Max or Min, and QNN starts no file with them. Max and Min of other
+    tensors stay, because these may hold inf, which Clip makes finite.
     """
     makers = {name: node for node in editor.graph.node for name in node.output}
     for node in editor.graph.node:
@@ -178,7 +178,7 @@ def _write_clips(editor: GraphEditor) -> None:
 
 
 def _idle_clips(editor: GraphEditor, outputs: set[str]) -> dict[str, list[float]]:
-    """The bounds of each Clip that can be left out, by its result and by what only moves the elements of its result.
+    """The bounds of each Clip that can be left out, by the names of its result and of results with moved elements.
 
     A Clip can be left out if it reads a product or a sum, and its quantizers are equal and their codes end at its
     bounds.

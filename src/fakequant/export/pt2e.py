@@ -492,8 +492,8 @@ class LoweringToInt8(Lowering):
         fmt = spec.format
         assert isinstance(fmt, IntegerFormat), "checked"
         all_codes = IntegerFormat.of(8, signed=fmt.signed)
-        return None if fmt == all_codes else f"codes {fmt.low} to {fmt.high}, use int8 or uint8"
+        return None if fmt == all_codes else f"codes are {fmt.low} to {fmt.high}, not all of 8 bits; use int8 or uint8"
 
     @classmethod
     def why_not_dynamic(cls, spec: QuantSpec) -> str | None:
-        return f"{cls.label} has no ranges of every token, use a static range such as INT8"
+        return f"{cls.label} has static ranges alone; use a preset such as INT8"

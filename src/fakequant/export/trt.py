@@ -345,7 +345,7 @@ def check(spec: QuantSpec, shape: Sequence[Dimension] | None, *, constant: bool,
         _refuse(
             spec,
             "TensorRT supports blocks of activations only in dynamic MXFP8, and in NVFP4 with a constant scale of the "
-            "tensor, which no specification here has; use dynamic quantization with "
+            "tensor, which no QuantSpec describes; use dynamic quantization with "
             '"float8_e4m3fn per_block(-1:32) scale=float8_e8m0fnu:ceil", or quantize the weights only',
         )
     if spec.scale.rounding is not ScaleRounding.CEIL:

@@ -364,8 +364,8 @@ class VerifyReport:
         optimised: the outputs with ONNX Runtime's default optimisations compared with the outputs without them.
         deployed: the outputs with ONNX Runtime's default optimisations compared with the outputs without rounding.
         noise: the outputs of the file compared with the outputs without rounding: the cost of quantization.
-        restored_by: the setting with which ONNX Runtime loses no more than quantization does; or, if its default
-            session does not either, the setting that gives the results without optimisations.
+        restored_by: a setting of ONNX Runtime. If its default session loses more than quantization does, the setting
+            prevents this; else the setting gives the results without optimisations. None: not needed, or none helps.
         optimised_error: ONNX Runtime's message if it cannot load or run the file with its optimisations.
         uncovered: names of nodes that quantize but belong to no quantizer of the file, so they are not compared.
     """
@@ -486,8 +486,8 @@ class VerifyReport:
         for row, noise in self._judged:
             verdict = "NOT as deployed" if is_lost(row, noise) else "as deployed"
             lines.append(
-                f"{verdict}: {row.name} has {row.sqnr:.1f} dB over the same without rounding in ONNX Runtime's default "
-                f"session, {noise.sqnr:.1f} dB without optimisations"
+                f"{verdict}: against {row.name} without rounding, {row.name} has {row.sqnr:.1f} dB in ONNX Runtime's "
+                f"default session, and {noise.sqnr:.1f} dB without optimisations"
             )
         if self.restored_by is not None:
             asked = (

@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...] | None, dict[str, bool], str]] = {
     "dynamic": ("int8", None, DYNAMIC, "TensorRT's scales are constants; calibrate the quantizer"),
     "floor": (f"{MXFP8}:floor", None, DYNAMIC, "rounds the exponents of MXFP8 up; use scale=float8_e8m0fnu:ceil"),
     "static_mxfp8": (f"{MXFP8}:ceil", None, STATIC, "supports blocks of activations only in dynamic MXFP8"),
-    "nvfp4": (NVFP4, None, DYNAMIC, "in NVFP4 with a constant scale of the tensor, which no specification here has"),
+    "nvfp4": (NVFP4, None, DYNAMIC, "in NVFP4 with a constant scale of the tensor, which no QuantSpec describes"),
     "ragged": (NVFP4.replace("16", "16,pad"), (4, 20), WEIGHT, "axis -1 has 20 elements, .* multiple of 16; pad the"),
     "symbolic": (f"{MXFP8}:ceil", (4, "n"), DYNAMIC, "axis -1 has n elements, but TensorRT wants a constant multiple"),
     "outer_axis": (NVFP4.replace("-1", "0"), (16, 2, 2), WEIGHT, "along one of the last two axes, got axis 0 of 3"),
