@@ -44,7 +44,7 @@ BY_HAND = {
     "matmul_types": (one("MatMul", [X, typed(8, 3, type=IRType.Half)], typed(4, 3)), "MatMul", "tensors of one type"),
     "linear_weight": (one("Linear", [X, typed(8)], typed(4)), "Linear", "weight [out, in]"),
     "linear_of_dynamic": (one("Linear", [typed(-1, -1, 8), typed(5, 9)], typed(-1, -1, 5)), "Linear",
-                          "X [9, 5]. (with 840 for what is dynamic)"),
+                          "X [9, 5]. (with the length 840 for dynamic dimensions)"),
     "reshape_of_dynamic": (one("Reshape", [typed(-1, 8)], typed(-1, 7), shape=[-1, 7, 0]), "Reshape", "torch refuses"),
     "slice_of_nothing": (one("Slice", [typed(-1, 8)], typed(-1, -1), dim=1, start=9), "Slice", "it Float32 [?, 0]"),
     "unbind_of_dynamic": (one("Unbind", [typed(-1, 8)], typed(8)), "Unbind", "cannot tell into how many parts"),

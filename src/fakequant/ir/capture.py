@@ -34,8 +34,8 @@ def capture(
 ) -> Graph:
     """Capture a model as a graph that computes the same bits.
 
-    Parameters and buffers are constants of the graph, the same tensors as the model's, so that training the one also
-    trains the other. Learned ranges become constants with their present values. The model is captured in its present
+    Parameters and buffers of the model are constants of the graph, the same tensors, so that training the graph also
+    trains the model. Learned ranges become constants with their present values. The model is captured in its present
     mode; a batch normalisation in training mode, which changes its statistics, is refused. Gradients of the graph are
     not quantized, even if layers quantize their gradients.
 
@@ -43,7 +43,8 @@ def capture(
         model: any module that torch.export can trace, prepared and calibrated or not quantized at all.
         example: an input, a tuple of inputs, or a dict of keyword arguments.
         inputs: which part of the example the model gets, as for `calibrate`: 0 for a loader's batch of (x, y).
-        dynamic_shapes: as for `torch.export.export`; such dimensions are -1. An example of length 1 in them is doubled.
+        dynamic_shapes: as for `torch.export.export`; such dimensions are -1 in the graph. Where the
+            example has length 1 in such a dimension, it is repeated twice.
         name: the name of the graph; by default the name of the model's class.
 
     Returns:

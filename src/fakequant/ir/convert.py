@@ -1,4 +1,4 @@
-"""Conversion of torch.fx graphs to operations, and quantizers of fx graphs that also compute the ReLU before them.
+"""Convert torch.fx graphs to operations, and let quantizers of fx graphs also compute the ReLU before them.
 
 Changes in place become new tensors, and each node an `IROp`.
 """

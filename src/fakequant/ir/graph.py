@@ -41,8 +41,8 @@ class Constant:
     Attributes:
         name: unique among the constants.
         tensor: the values.
-        frozen: whether training does not change the constant, because it was folded from parameters. In grad mode
-            operations see it require grad as before, because torch chooses the kernel of a product by that.
+        frozen: whether training does not change the constant, because it was folded from parameters. In grad mode it
+            is read with requires_grad set, as the parameters were, because torch chooses kernels of products by it.
     """
 
     name: str
@@ -339,7 +339,7 @@ class _Checker:
     def faults(self) -> Iterator[str]:
         for id, value in self.graph.inputs.items():
             if not isinstance(value, Input) or not isinstance(value.type, TensorType):
-                yield f"the input {id!r} is {value!r}, and no Input of a TensorType"
+                yield f"the input {id!r} is {value!r}, but must be an Input of a TensorType"
             else:
                 yield from self._given(id, value.type, f"the input {value.name!r}")
         for id, constant in self.graph.constants.items():
@@ -348,7 +348,7 @@ class _Checker:
         yield from _wrong_names("constant", [c.name for c in self.graph.constants.values() if isinstance(c, Constant)])
         for place, op in enumerate(self.graph.ops):
             if not isinstance(op, IROp):
-                yield f"operation {place} is {op!r}, and no IROp"
+                yield f"operation {place} is {op!r}, but must be an IROp"
                 continue
             yield from self._op(place, op)
             # The results are known whatever is wrong, so that one fault gives one message.
@@ -380,7 +380,7 @@ class _Checker:
 
     def _constant(self, id: int, constant: Constant) -> Iterator[str]:
         if not isinstance(constant, Constant) or not isinstance(constant.tensor, Tensor):
-            yield f"the constant {id!r} is {constant!r}, and no Constant of a tensor"
+            yield f"the constant {id!r} is {constant!r}, but must be a Constant of a tensor"
             return
         what, tensor = f"the constant {constant.name!r}", constant.tensor
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -434,7 +434,7 @@ def _wrong_names(kind: str, names: Sequence[object]) -> Iterator[str]:
     texts = Counter(name for name in names if isinstance(name, str) and name)
     for name in names:
         if not isinstance(name, str) or not name:
-            yield f"the name {name!r} of the {kind} is empty or no text"
+            yield f"the name {name!r} of the {kind} is empty or not a text"
     for name, count in texts.items():
         if any("\ud800" <= character <= "\udfff" for character in name):
             yield f"the name {name!r} of the {kind} has characters that UTF-8 cannot write"

@@ -158,7 +158,7 @@ class TensorShape(tuple[int, ...]):
         """
         given = TensorShape(other)
         if not self.is_compatible_with(given):
-            raise GraphError(f"shapes {self} and {given} do not broadcast: from the right, equal or 1")
+            raise GraphError(f"shapes {self} and {given} do not broadcast: from the right, axes must be equal or 1")
         rank = max(len(self), len(given))
         pairs = zip((1,) * (rank - len(self)) + self, (1,) * (rank - len(given)) + given, strict=True)
         # A dynamic dimension equals a known one other than 1, or the tensors do not broadcast.

@@ -113,7 +113,7 @@ class FoldConstants:
     exact = True
 
     def run(self, graph: Graph) -> Graph:
-        """A graph in which the results are constants."""
+        """A graph in which the results of operations on constants are constants."""
         found = graph.replaced(graph.ops)
         constants, ops = found.constants, []
         for op in graph.ops:

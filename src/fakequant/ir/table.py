@@ -346,7 +346,7 @@ _UNTOLD = (
 
 @dataclass(frozen=True)
 class _Question:
-    """A call as a key of a cache: calls with equal keys have equal types, which take torch at least 0.3 ms."""
+    """A call as a key of a cache: calls with equal keys have equal types, which torch infers in 0.3 ms or more."""
 
     key: tuple[object, ...]
     call: Call = field(compare=False)
@@ -407,7 +407,7 @@ def _by_lengths(call: Call, is_size: list[bool]) -> tuple[TensorType, ...] | Non
     # A size may be any, and less is known of operators without a row: what fits may not have been tried.
     if any(is_size) or call.op.op_type not in ROWS or next(others, None) is not None:
         return None
-    raise GraphError(f"{refused[0]} (with {_SOME[0]} for what is dynamic)") from refused[0]
+    raise GraphError(f"{refused[0]} (with the length {_SOME[0]} for dynamic dimensions)") from refused[0]
 
 
 # The first is divisible by what sizes are commonly divided by, the second shorter than what slices leave.
@@ -429,7 +429,7 @@ def _alike(call: Call, is_size: list[bool]) -> Iterator[list[int]]:
 
 
 def _lengths_in(call: Call) -> list[int]:
-    """The lengths in a call that a dynamic dimension may have to equal, and sums and products of its lists."""
+    """The lengths in a call that a dynamic dimension may have to equal, and sums and products of the call's lists."""
     values = [value if isinstance(value, (list, tuple)) else [value] for value in call.arguments.values()]
     lists = [[n for n in value if type(n) is int] for value in values]
     lists += [[n for n in t.shape if n != DYNAMIC] for t in call.inputs]
