@@ -68,7 +68,7 @@ def test_search_prints_a_preset_for_each_layer(recipe: Path) -> None:
 def test_search_by_a_floor_needs_evaluate(recipe: Path) -> None:
     result = CliRunner().invoke(app, ["search", str(recipe), "--floor", "2"])
     assert result.exit_code == 1
-    assert "defines no evaluate(model), which --floor speaks of" in result.stderr
+    assert "defines no evaluate(model), which --floor needs" in result.stderr
     recipe.write_text(RECIPE + "\ndef evaluate(net):\n    return 5.0\n")
     lines = run("search", recipe, "--floor", 2).splitlines()
     assert "evaluate(model) gives 5; error of the output" in " ".join(lines)

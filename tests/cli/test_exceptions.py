@@ -92,9 +92,9 @@ def test_a_folder_in_use_is_named(recipe: Path, tmp_path: Path) -> None:
     foreign.mkdir()
     for name in ("a.txt", "b.txt", "c.txt", "d.txt"):
         (foreign / name).touch()
-    left = "this run leaves that alone and adds its files"
+    left = "this run keeps these and adds its files"
     assert said(foreign) == f"{foreign} holds a.txt, b.txt, c.txt and 1 more; {left}"
     other = tmp_path / "other"
     other.mkdir()
     (other / "model.onnx").write_bytes(b"mine")
-    assert said(other) == f"{other} holds model.onnx of another origin; this run replaces what has these names"
+    assert said(other) == f"{other} holds model.onnx of another origin; this run replaces files of these names"

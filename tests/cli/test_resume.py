@@ -165,7 +165,7 @@ def test_a_folder_of_the_user_stays(recipe, tmp_path: Path, name: str, options: 
     assert result.exit_code == 0, result.output
     assert mine.read_text() == "mine"
     assert not (out / "unfinished-2").exists()
-    assert f"{out} holds unfinished; this run leaves that alone and adds its files" in result.stdout
+    assert f"{out} holds unfinished; this run keeps these and adds its files" in result.stdout
 
 
 def test_files_of_the_user_in_an_unfinished_job_stay(stopped, recipe, tmp_path: Path) -> None:

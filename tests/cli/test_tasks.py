@@ -53,7 +53,7 @@ def test_perplexity_is_that_of_the_windows(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, CAUSAL)
     found = loaded(folder, "auto")
     assert found.task.label == "perplexity"
-    assert found.task.on == "3 windows of 256 tokens of lines.txt, which calibrated, too"
+    assert found.task.on == "3 windows of 256 tokens of lines.txt, which also calibrated"
     model = found.model()
     tokens = torch.tensor([int(word[1:]) for word in " ".join(LINES).split()])[:768].view(3, 256)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_perplexity_is_that_of_the_windows(tmp_path: Path) -> None:
     assert found.evaluate(model) == pytest.approx(-math.exp(own), rel=1e-6)
     (tmp_path / "more.txt").write_text("\n".join(LINES * 10))
     by_more = load_recipe(folder, tmp_path / "more.txt", task="auto").task.on
-    assert by_more == "11 windows of 256 tokens of more.txt, behind those for calibration"
+    assert by_more == "11 windows of 256 tokens of more.txt, after the lines for calibration"
 
 
 @pytest.mark.parametrize("form", ["csv", "names", "numbers"])

@@ -64,7 +64,7 @@ def test_a_page_says_what_ratios_mean_after_weights_were_chosen() -> None:
 
 EXACT, DIFFERS = Row("a", "", "weight", 5), Row("a", "", "weight", 5, 1)
 LOSES = {"optimised_error": "it fails"}
-LOST_IN = "f is the model, but ONNX Runtime's default session is not"
+LOST_IN = "f computes the same as the model, but not in ONNX Runtime's default session"
 GOOD = Layer("good", "Linear", weight="int8", alone=50.0)
 LOST = [Accuracy(name, "", value) for name, value in (("float32", 50.0), ("INT8", 49.9), ("INT2", 40.0))]
 SOME = [Layer(name, "Linear", weight="int8", alone=value) for name, value in (("x", 15.0), ("y", 16.0))]
@@ -79,21 +79,30 @@ NOTHING = replace(FOUND, tried=TRIED[1:], best=None)
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"verifications": [verified("f", [DIFFERS])]}, "f is not the model at a: export it again"),
-        ({"verifications": [verified("f", [EXACT, replace(DIFFERS, quantizer="b")])]}, "f is not the model at b"),
-        ({"verifications": [verified("f", [replace(EXACT, intact=False)])]}, "f is not the model at a"),
+        ({"verifications": [verified("f", [DIFFERS])]}, "f computes other values than the model at a: export it again"),
+        (
+            {"verifications": [verified("f", [EXACT, replace(DIFFERS, quantizer="b")])]},
+            "f computes other values than the model at b",
+        ),
+        (
+            {"verifications": [verified("f", [replace(EXACT, intact=False)])]},
+            "f computes other values than the model at a",
+        ),
         ({"verifications": [verified("f", [EXACT], restored_by="a setting", **LOSES)]}, f"{LOST_IN}: run it with a se"),
         ({"verifications": [verified("f", [EXACT], **LOSES)]}, f"{LOST_IN}: see Verification; no setting"),
-        ({"verifications": [verified("f", [replace(DIFFERS, quantizer="")])]}, "f is not the model at its root"),
-        ({"verifications": [verified("f", [DIFFERS])], "advice": FOUND}, "f is not the model at a"),
+        (
+            {"verifications": [verified("f", [replace(DIFFERS, quantizer="")])]},
+            "f computes other values than the model at its root",
+        ),
+        ({"verifications": [verified("f", [DIFFERS])], "advice": FOUND}, "f computes other values than the model at a"),
         ({"layers": [GOOD], "advice": FOUND}, "Do <this>: the error of the output goes from"),
         ({"layers": SOME, "advice": NOTHING}, "The error of the output is 5.00e-01 of its energy, and no change"),
         ({"layers": SOME, "advice": replace(NOTHING, little=True)}, "Nothing stands out: export"),
-        ({"layers": SOME}, "x hurts most. What helps was not tried"),
+        ({"layers": SOME}, "x hurts most. No change was tried"),
         ({"layers": [GOOD]}, "Nothing stands out: export the model and verify the file"),
         ({"verifications": [verified("f", [EXACT])]}, "Nothing stands out, but your metric was not measured: me"),
         ({"verifications": [verified("f", [EXACT])], "accuracy": LOST, "reported": 1}, "Nothing stands out: the file"),
-        ({"layers": [GOOD], "accuracy": LOST}, "good hurts most. What helps was not tried"),
+        ({"layers": [GOOD], "accuracy": LOST}, "good hurts most. No change was tried"),
         ({"layers": [GOOD], "accuracy": LOST, "reported": 1}, "Nothing stands out: export the model"),
         ({"next": "as given"}, "as given"),
     ],

@@ -117,7 +117,7 @@ def test_a_delivery_that_programs_do_not_compute_is_not_called_exact(faults: dic
         assert "Exact: 0 of" not in page.words
         assert "Exact, but a program" in page.words
         assert "exported file not as deployed" in page.words
-        assert "folder is the model, but" in page.words
+        assert "folder computes the same as the model, but" in page.words
         assert said in page.words
     for text in (str(found), printed.getvalue()):
         assert " exact" not in text.replace("NOT exact", "").replace("not exact", "")

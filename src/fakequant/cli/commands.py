@@ -60,7 +60,10 @@ def _engines(incomplete: str) -> list[str]:
 
 
 Format = Annotated[
-    str, typer.Option(help="of fakequant.deliver; an unknown name is answered by all names", autocompletion=_written)
+    str,
+    typer.Option(
+        help="a format of fakequant.deliver; the error for an unknown name lists all", autocompletion=_written
+    ),
 ]
 Floats = Annotated[
     list[str] | None, typer.Option("--float", help="a pattern of layers that stay in float; repeat for several")
@@ -71,14 +74,16 @@ Rules = Annotated[
 Task = Annotated[
     str,
     one_of(
-        "what to measure of a folder of Hugging Face: perplexity=TEXT, cosine=TEXT (to float32), or accuracy=FILE, "
-        "CSV or JSON lines with text and label; auto takes a part of --text; none",
+        "the measure for a folder of Hugging Face: perplexity=TEXT, cosine=TEXT (against float32), accuracy=FILE (CSV "
+        "or JSON lines with text and label), auto (by lines of --text) or none",
         *("auto", "none", "perplexity=", "accuracy=", "cosine="),
     ),
 ]
 Target = Annotated[
     str | None,
-    typer.Option(help="the engine that will run it, such as onnxruntime, vllm or llama.cpp", autocompletion=_engines),
+    typer.Option(
+        help="the engine that will run the model, such as onnxruntime, vllm or llama.cpp", autocompletion=_engines
+    ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceback if the model fails on a batch")]
 
@@ -100,12 +105,14 @@ def advise(  # noqa: PLR0913  the command's options
     floor: Annotated[
         float | None,
         typer.Option(
-            help="what is good enough: of evaluate(model), of --task (the most for perplexity), else dB of the "
-            "output's error"
+            help="the least result of evaluate(model) or --task that is good enough (perplexity: the most); without "
+            "both, the output's signal-to-error ratio in dB"
         ),
     ] = None,
     preset: Annotated[list[str] | None, one_of("a preset to try; repeat the option for several", *PRESETS)] = None,
-    work: Annotated[Path | None, typer.Option(help="a folder from which the same command goes on")] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="a folder for the results, from which the same command goes on")
+    ] = None,
     text: TextFile = None,
     trust: Trust = False,
     task: Task = "auto",
@@ -114,7 +121,7 @@ def advise(  # noqa: PLR0913  the command's options
 ) -> None:
     """Find the smallest quantized form of the recipe's model that is good enough, and how to make it.
 
-    Ctrl-C ends the search with what was found so far.
+    Ctrl-C ends the search, and the best result so far is printed.
     """
     from fakequant import advise as find_advice
 
@@ -181,7 +188,9 @@ def compare(  # noqa: PLR0913  the command's options
     ] = None,
     out: Annotated[Path | None, typer.Option(help="a file of JSON lines; rows that it holds are not run again")] = None,
     plot: Annotated[Path | None, typer.Option(help="an image of the metric over bits per weight")] = None,
-    over: Annotated[str, one_of("what --plot draws it over: bits or milliseconds", "bits", "milliseconds")] = "bits",
+    over: Annotated[
+        str, one_of("the horizontal axis of --plot: bits or milliseconds", "bits", "milliseconds")
+    ] = "bits",
     target: Target = None,
     text: TextFile = None,
     trust: Trust = False,
@@ -189,7 +198,7 @@ def compare(  # noqa: PLR0913  the command's options
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the table alone, not rows as they come")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Quantize the recipe's model in many ways, and print what each gives and costs, the best first."""
+    """Quantize the recipe's model in many ways, and print the error and the cost of each, the best first."""
     from fakequant.data.batches import say
     from fakequant.ptq import Ways
     from fakequant.ptq import compare as compare_ways
@@ -223,7 +232,7 @@ def search(  # noqa: PLR0913  the command's options
     ] = None,
     floor: Annotated[
         float | None,
-        typer.Option(help="the smallest mix with at least this evaluate(model) or --task; at most, for perplexity"),
+        typer.Option(help="take the smallest mix with at least this evaluate(model) or --task (perplexity: at most)"),
     ] = None,
     preset: Annotated[list[str] | None, one_of("a preset to choose from; repeat for several", *PRESETS)] = None,
     text: TextFile = None,
@@ -243,7 +252,7 @@ def search(  # noqa: PLR0913  the command's options
     with _loaded(recipe, text, trust, quiet, "none" if floor is None else task) as loaded:
         metric = None if floor is None else loaded.metric
         if floor is not None and metric is None:
-            why = f"{loaded.path} defines no evaluate(model), which --floor speaks of; add it, or give --bits or --size"
+            why = f"{loaded.path} defines no evaluate(model), which --floor needs; add it, or give --bits or --size"
             raise RecipeError(f"--floor needs a measure. {loaded.task.why_not}" if loaded.task.why_not else why)
         budget: dict[str, Any] = {"bits": bits, "size": size, "floor": _floor(loaded, floor), "metric": metric}
         with failures_named(model := loaded.model(), verbose):
@@ -314,7 +323,7 @@ def quantize(  # noqa: PLR0913  the command's options
     ] = "error",
     improve: Annotated[
         str | None,
-        one_of("choose weights by the error of their layers: best, or fast, which takes less", "best", "fast"),
+        one_of("choose weights by the error of their layers: fast, or best, which takes more time", "best", "fast"),
     ] = None,
     floats: Floats = None,
     rule: Rules = None,
@@ -399,15 +408,15 @@ def inspect(
 @app.command(rich_help_panel=_CHECK)
 def report(
     first: Annotated[Path, typer.Argument(help="a folder of `fakequant quantize`, or a page of fakequant.report")],
-    second: Annotated[Path | None, typer.Argument(help="another one, to set both side by side")] = None,
+    second: Annotated[Path | None, typer.Argument(help="another folder or page, to show both side by side")] = None,
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
     compare: Annotated[Path | None, typer.Option(help="rows that fakequant.compare wrote, for a curve")] = None,
 ) -> None:
-    """Set two runs side by side on one page, or write the page of one run anew from its figures."""
+    """Show two runs side by side on one page, or write the page of a run anew from its figures."""
     from fakequant.report import comparison_of, read_results, report_pair, write_report
 
     if compare is not None and second is not None:
-        raise typer.BadParameter("--compare is for the page of one run; leave OTHER out")
+        raise typer.BadParameter("--compare is for the page of one run; leave the second run out")
     if second is not None:
         page = report_pair(first, second, out)
     else:
@@ -419,7 +428,7 @@ def report(
 
 @app.command(rich_help_panel=_CHECK)
 def verify(
-    file: Annotated[Path, typer.Argument(help="a file written by export_onnx, or what `fakequant deliver` wrote")],
+    file: Annotated[Path, typer.Argument(help="a file of export_onnx, or a file or folder of `fakequant deliver`")],
     recipe: Annotated[str | None, typer.Option(help="recipe of the model, to compare weights and outputs")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="checkpoint of the model; by default `checkpoint` in the folder of the file")

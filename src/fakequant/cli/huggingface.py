@@ -132,7 +132,7 @@ def reading(folder: Path, what: str, trust: bool | None) -> Iterator[None]:
             ) from error
         if isinstance(error, ImportError):
             raise RecipeError(
-                f"transformers cannot import what reads the {what} in {folder}: {not_imported(error)}"
+                f"transformers cannot import the class that reads the {what} in {folder}: {not_imported(error)}"
             ) from error
         raise RecipeError(
             f"transformers cannot read the {what} in {folder}: {first_line(error):.300}; write it there by "
@@ -221,9 +221,9 @@ def _task(
     if not any(line.strip() for line in lines):
         raise RecipeError(f"--task reads {given}, but the file has no line of text")
     if file is None:
-        lines, where = lines_of(text, LINES), f"{where}, behind those for calibration"
+        lines, where = lines_of(text, LINES), f"{where}, after the lines for calibration"
         if not lines:
-            lines, where = lines_of(text), f"{text.name}, which calibrated, too"
+            lines, where = lines_of(text), f"{text.name}, which also calibrated"
     tokenizer = tokenizer_of(folder, trust)
     content = hashlib.sha256(f"{name}\0{lines}".encode("utf-8", "replace")).hexdigest()
     if name == "perplexity":
@@ -257,7 +257,7 @@ def _task(
             wanted.append(_outputs(model().to(next(net.parameters()).device), batches))
         return cosine_similarity(_outputs(net, batches), wanted[0]).mean().item()
 
-    return FolderTask("cosine to float32", f"{len(lines)} lines of {where}, their mean", cosine, content=content)
+    return FolderTask("cosine to float32", f"the mean over {len(lines)} lines of {where}", cosine, content=content)
 
 
 def _known(kind: str) -> Sequence[str]:

@@ -72,7 +72,7 @@ def graph_text(folder: Path) -> str:
     if path is None:
         raise CheckpointError(
             f"there is no {GRAPH} in {folder}; `fakequant quantize` writes it, or capture the model in Python: "
-            "fakequant.ir.graph(model, example)"
+            "print(fakequant.ir.to_text(fakequant.ir.capture(model, example)))"
         )
     try:
         text = path.read_bytes().decode()

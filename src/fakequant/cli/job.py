@@ -126,7 +126,7 @@ def write_graph(model: nn.Module, example: Any, path: Path) -> list[str]:
     except Exception as error:  # of torch.export, which meets every model of a user
         return [f"The graph is missing, because the model could not be captured: {first_line(error)}"]
     write_whole(path, to_text(graph).encode())
-    return [f"{path.name} lists every operation of the graph; Netron shows that of {ONNX}."]
+    return [f"{path.name} lists every operation of the graph; Netron shows the graph of {ONNX}."]
 
 
 @dataclass(frozen=True)
@@ -317,8 +317,8 @@ def held_before(out: Path, source: str, title: str) -> str:
     replaced = [name for name in names if name in ours]
     others = [name for name in names if name not in ours]
     if replaced:
-        return f"{out} holds {listed(replaced, 3)} of another origin; this run replaces what has these names"
-    return f"{out} holds {listed(others, 3)}; this run leaves that alone and adds its files" if others else ""
+        return f"{out} holds {listed(replaced, 3)} of another origin; this run replaces files of these names"
+    return f"{out} holds {listed(others, 3)}; this run keeps these and adds its files" if others else ""
 
 
 def refuse_other_recipe(out: Path, source: str) -> None:
@@ -550,8 +550,8 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
         steps.note(f"Goes on after {kept.done[-1]}, from {kept.folder}; --overwrite starts anew.")
     elif settings and kept.has_state:
         steps.note(
-            f"Starts anew: {kept.folder} is of other weights, batches or options. Where model() draws weights, "
-            "torch.manual_seed(0) in it gives the same each time."
+            f"Starts anew: {kept.folder} is of other weights, batches or options. If model() draws random weights, "
+            "call torch.manual_seed(0) in it, so that they are the same each time."
         )
     if recipe.offers("evaluate"):
         with steps.step("measuring float32", done=resumed is not None) as wanted:

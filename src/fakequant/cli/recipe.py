@@ -43,7 +43,7 @@ class Recipe:
 
     @property
     def content(self) -> str:
-        """The text of the file and of files imported from its folder; of a Hugging Face folder path and task."""
+        """The text of the file and of files imported from its folder; for a Hugging Face folder, path and task."""
         if not self.path.is_file():
             return f"{self.source}\0{self.task.content}"
         modules = [vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
@@ -204,7 +204,7 @@ from torch import nn
 
 
 def model():
-    """A new float model with its trained weights, the same each time: a run that was interrupted goes on then."""
+    """A new float model with its trained weights, the same each time, so that an interrupted run can go on."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))  # EDIT: your model
     # net.load_state_dict(torch.load("weights.pt"))                      # EDIT: your weights

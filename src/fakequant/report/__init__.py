@@ -70,7 +70,7 @@ __all__ = [
 
 
 class _Callable(ModuleType):
-    """A module that is called as its function `report`: import binds `fakequant.report` to the module."""
+    """A module that can be called as its function `report`, because `import` binds `fakequant.report` to the module."""
 
     __signature__ = inspect.signature(report)
 

@@ -282,7 +282,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class _Read(VerifyReport):
-    """A verification of an export or a delivery, read from a file; in the first file format `verdict` was stored."""
+    """A verification of an export or a delivery, read from a file; `verdict`: as the first file format stored it."""
 
     far: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)

@@ -284,14 +284,16 @@ def _wrong(check: VerifyReport) -> str:
     if not check.exact:
         names = [row.name or "its root" for row in checked_in(check) if row.differing or row.fault]
         place = f" at {names[0]}" if names else ""
-        return f"{title} is not the model{place}: export it again, and verify it before you deploy it."
+        return (
+            f"{title} computes other values than the model{place}: export it again, and verify it before you deploy it."
+        )
     if check.passed:
         return ""
     if check.as_deployed is not False:
-        return f"{title} is the model, but not in every program: see Verification."
+        return f"{title} computes the same as the model, but not in every program: see Verification."
     cure = "see Verification; no setting that was tried helps"
     cure = f"run it with {check.restored_by}" if check.restored_by is not None else cure
-    return f"{title} is the model, but ONNX Runtime's default session is not: {cure}."
+    return f"{title} computes the same as the model, but not in ONNX Runtime's default session: {cure}."
 
 
 def _next(data: ReportData) -> tuple[str, str]:
@@ -317,7 +319,7 @@ def _next(data: ReportData) -> tuple[str, str]:
         )
     worst = ranked(data)
     if advice is None and worst and (worst[0].worst < FAIR or data.lost > BAD_LOSS):
-        what = "What helps was not tried: by advise=False, or without floats to compare."
+        what = "No change was tried: advise=False was given, or the model returns no floats."
         return f"{worst[0].name} hurts most. {what}", ""
     if not data.verifications:
         said = "the file was not verified, see Verification" if data.source else "export the model and verify the file"

@@ -96,7 +96,7 @@ figure p { font-size: .8rem; margin: .1rem 0; } svg { display: block; width: 100
   .single td:nth-child(4)::before { content: "alone "; } .single td:nth-child(5)::before { content: "input "; }
   .single td:nth-child(6)::before { content: "weight "; } .single td:nth-child(7)::before { content: "bits "; }
   .single td:nth-child(8)::before { content: "share "; } .pair td:nth-child(4)::before { content: "A "; }
-  .pair td:nth-child(5)::before { content: "B "; } .pair td:nth-child(6)::before { content: "B less A "; } }
+  .pair td:nth-child(5)::before { content: "B "; } .pair td:nth-child(6)::before { content: "B minus A "; } }
 @media print { :root { color-scheme: light; --ink: #000; --soft: #444; --paper: #fff; --line: #bbb; --zebra: #fff;
   --good: #116329; --fair: #7a5200; --bad: #b42318; --bar: #0072b2; --mark: #d55e00; }
   body { max-width: none; padding: 0; font-size: 10pt; } nav, .tools { display: none; }
@@ -277,7 +277,7 @@ def render(data: ReportData) -> str:
         sections.append(f'<section id="{name}"><h2>{title}</h2>{body}</section>\n')
     state = ""
     if data.unfinished:
-        state = f'<p class="bad">Not finished: {escape(data.unfinished)}. What follows is what was done by then.</p>'
+        state = f'<p class="bad">Not finished: {escape(data.unfinished)}. The page shows the steps until then.</p>'
     head = f"{state}{verdict(data)}{paragraphs(data.summary, 'soft')}"
     return document(data.title, f"{head}<nav>{''.join(links)}</nav><main>{''.join(sections)}</main>")
 
@@ -294,7 +294,7 @@ def document(title: str, body: str) -> str:
     )
 
 
-_HEADER = ("layer", "type", "A; B", "A, dB", "B, dB", "B less A, dB")
+_HEADER = ("layer", "type", "A; B", "A, dB", "B, dB", "B minus A, dB")
 
 
 def render_pair(first: ReportData, second: ReportData) -> str:

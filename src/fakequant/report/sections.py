@@ -154,8 +154,8 @@ def _layers(data: ReportData) -> str:
         return f'<table class="layers single"><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>'
 
     kept = (
-        "<p>Weights were chosen by the error of their layers and keep the chosen values, so that only what was done "
-        "later is noise of weights here.</p>"
+        "<p>Weights were chosen by the error of their layers and keep the chosen values, so that noise of weights "
+        "comes from later steps alone.</p>"
     )
     parts = [
         kept if data.improvement else "",
