@@ -113,7 +113,7 @@ def _tokenizer_of(model: Any) -> Any:
         return None
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(
-            f"the tokenizer in {source} has no tokenizer.json; save it as a fast one, then deliver again"
+            f"the tokenizer in {source} has no tokenizer.json; save it as a fast tokenizer, then deliver again"
         )
     return tokenizer
 
@@ -178,7 +178,7 @@ def _gemma3(writer: Any, config: Any) -> None:
 
 
 def _gemma_scale(config: Any) -> str:
-    """Why llama.cpp would scale a Gemma's attention differently; "" if it would not. Two sizes have another scale."""
+    """Why llama.cpp would scale a Gemma's attention differently, as for two sizes of Gemma; "" if it would not."""
     largest = config.num_hidden_layers in (46, 62)
     expected = config.hidden_size // config.num_attention_heads if largest else head_size(config)
     if (config.attn_logit_softcapping is None) != (config.model_type == "gemma3_text"):

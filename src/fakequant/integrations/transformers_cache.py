@@ -99,7 +99,7 @@ class ByQuery:
     """The number of padding tokens before each sequence, by the mask of the cache."""
 
     def seen_by(self, run: Run) -> Tensor:
-        """The keys or values that the queries of a run read, up to the last of these queries."""
+        """The keys or values that the queries of a run read, up to the position of its last query."""
         length = self.floats.shape[2] - self.runs[-1].stop + run.stop
         ends = torch.tensor(run.quantized, device=self.floats.device).view(-1, 1, 1, 1)
         is_quantized = torch.arange(length, device=ends.device).view(-1, 1) < ends

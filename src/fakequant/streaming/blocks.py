@@ -353,7 +353,7 @@ class Work:
 
     @property
     def finished(self) -> int:
-        """How many blocks are finished, and the hidden states after them stored."""
+        """The number of blocks that are finished, and after which the hidden states are stored."""
         count = 0
         while (self._block(count) / _RESULTS).exists():
             count += 1

@@ -316,7 +316,7 @@ class QuantRNNBase(QuantMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         descriptors = take_descriptors(kwargs, nn.RNNBase.__init__)
         if kwargs.get("proj_size", 0):
-            raise ValueError("proj_size is not supported: a projection is another product")
+            raise ValueError("proj_size is not supported: its product would need more quantizers; leave it at 0")
         super().__init__(*args, **kwargs)
         layer = cast("nn.RNNBase", self)
         pairs = layer.num_layers * (2 if layer.bidirectional else 1)
@@ -361,7 +361,7 @@ class QuantRNNCellBase(WeightedModule):
     mode: str
 
     def gates(self) -> list[tuple[GateWeights, GateQuantizers]]:
-        """The parameters of the cell and its quantizers, as the only pair."""
+        """A list with a single pair: the parameters and the quantizers of the cell."""
         cell = cast("nn.LSTMCell", self)
         weights = GateWeights(cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
         return [(weights, _gate_quantizers(self._input_quantizer, self._weight_quantizer))]

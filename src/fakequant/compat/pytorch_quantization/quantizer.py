@@ -418,7 +418,7 @@ class TensorQuantizer(PreciseModule):
         if not isinstance(self._num_bits, int):
             raise TypeError(f"num_bits={self._num_bits} is a float format, whose codes have no single step size")
         if self.amax is None:
-            logger.error("amax is that of every tensor, so there is no one step_size")
+            logger.error("amax is taken from each tensor, so that there is no single step_size")
             return None
         return self.amax / self.maxbound
 

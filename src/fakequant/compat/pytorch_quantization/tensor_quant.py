@@ -236,7 +236,7 @@ class ScaledQuantDescriptor:
         axis: the axis or axes that keep one amax per index; None for one amax in all.
         block_sizes: {axis: size} for one amax per block; may also hold "type" ("static" or "dynamic"), "scale_bits"
             (the format of the scales, as num_bits) and "scale_block_sizes" ({axis: size} over the scales).
-        amax: the largest magnitude, if it is known: a float, or a list or array of them.
+        amax: the largest magnitude, if it is known: a float, or a list or array of floats.
         learn_amax: whether training moves amax, which then begins at `amax`.
         scale_amax: multiplies amax at every use.
         calib_method: "max" or "histogram".
@@ -304,13 +304,13 @@ class ScaledQuantDescriptor:
         self._dynamic: bool = options["dynamic"]
 
     num_bits: NumBits = _field("_num_bits", "Bits of an integer code, or (exponent bits, mantissa bits).")
-    name: str | None = _field("_name", "What it is called when printed.")
+    name: str | None = _field("_name", "The name when printed.")
     fake_quant: bool = _field("_fake_quant", "Whether a quantizer returns values; else codes.")
     axis: int | tuple[int, ...] | None = _field("_axis", "The axis or axes that keep one amax per index.")
     block_sizes: dict[int | str, Any] | None = _field("_block_sizes", "Block sizes by axis, and the options of blocks.")
     amax: np.ndarray | None = _field("_amax", "The largest magnitude, float32.")
     learn_amax: bool = _field("_learn_amax", "Whether training moves amax.")
-    scale_amax: float | None = _field("_scale_amax", "What amax is multiplied with.")
+    scale_amax: float | None = _field("_scale_amax", "The factor that multiplies amax at every use.")
     calib_method: str = _field("_calib_method", "The kind of calibrator.")
     unsigned: bool = _field("_unsigned", "Whether codes begin at 0.")
     narrow_range: bool = _field("_narrow_range", "Whether the lowest signed code is left out.")
