@@ -219,7 +219,7 @@ STAY: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "tied": (
         lambda: decoder_with(lambda model: setattr(model.head, "weight", model.tokens.weight)),
-        "tokens shares a parameter; give each layer its own",
+        "tokens shares a parameter; give each layer a copy",
     ),
     "no normalisation": (
         lambda: Decoder(_Groups),

@@ -188,7 +188,7 @@ class SearchOrder:
         return row is not None and self.score(row) >= self.floor
 
     def best_of(self, presets: Collection[str]) -> Compared | None:
-        """The best result of these presets or None; of two, the costlier one must be clearly better."""
+        """The best result of these presets or None; without a metric, a costlier result must be clearly better."""
         best: Compared | None = None
         for row in self.rows.values():
             if row.preset in presets and not row.failed and (best is None or self._is_better(row, best)):

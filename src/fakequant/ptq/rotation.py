@@ -380,7 +380,7 @@ class _Rotation:
         for one in touched:
             held = [one] if isinstance(one, nn.Parameter) else [p for p in one._parameters.values() if p is not None]
             if not self._shared.isdisjoint(held):
-                return f"{self._names[one]} shares a parameter; give it a copy, such as a tied head its own weight"
+                return f"{self._names[one]} shares a parameter; give each layer a copy, for example untie the head"
             if isinstance(one, nn.Module) and (
                 one._parameters.get("weight") is not one.weight or not has_no_hooks(one)
             ):
