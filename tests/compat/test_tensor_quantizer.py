@@ -191,7 +191,7 @@ class TestProperties:
     def test_step_size(self, caplog):
         assert_same_bits(quantizer(amax=2.0, num_bits=4).step_size, torch.tensor(2.0) / 7)
         assert quantizer().step_size is None
-        assert "no one step_size" in caplog.text
+        assert "no single step_size" in caplog.text
         with pytest.raises(TypeError, match="float format"):
             _ = quantizer(num_bits=(4, 3), amax=1.0).step_size
 
