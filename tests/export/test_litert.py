@@ -93,7 +93,7 @@ def test_operators_on_floats_are_named(tmp_path: Path) -> None:
             rules_of(weight="int4 per_block(-1:32)"),
             r"0\._weight_quantizer: int4 per_block\(-1:32\): weights have scales per tensor or channel",
         ),
-        ("W4A8_EXECUTORCH", r"ranges of every token, use a static range"),
+        ("W4A8_EXECUTORCH", r"LiteRT has static ranges alone"),
         (rules_of(weight="int4"), r"0\._weight_quantizer: int4 per_tensor: codes are -8 to 7, .*use int8"),
     ],
 )
