@@ -211,7 +211,7 @@ def test_another_model(folder: Path) -> None:
 
 
 PATTERNS = {
-    "a repeat of a repeat": (r"(\w+\.?)+$$X", "a repeat of what repeats"),
+    "a repeat of a repeat": (r"(\w+\.?)+$$X", "a repeat of a part that repeats"),
     "alternatives of nothing": (r"(?:(?:\w?){8}){8}$X", "too many repeats and alternatives"),
     "many repeats": (".*" * 12 + "$X", "too many repeats and alternatives"),
     "an open group": ("(" * 50, "missing"),

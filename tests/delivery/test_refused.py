@@ -166,8 +166,8 @@ def test_inputs_of_a_tied_head(preset: str, tmp_path: Path) -> None:
         return model
 
     text = refusal(ready(preset, []), tmp_path)
-    assert "its weight is in float in these files, as tables and tied weights are, which leaves its input" in text
-    assert text.endswith("without a place; leave the layers in float by prepare(..., skip=['head', 'table'])")
+    assert "these files hold its weight in float, like all tables and tied weights, and have no place for" in text
+    assert text.endswith("; leave the layers in float by prepare(..., skip=['head', 'table'])")
     assert fq.deliver(ready(preset, ["head", "table"]), tmp_path / "cured", "compressed-tensors").is_dir()
     text = refusal(ready(preset, ["head"]), tmp_path)
     assert text.endswith(
@@ -180,13 +180,13 @@ def test_inputs_of_a_tied_head(preset: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: nn.Linear(64, 64), "the model: files have tensors under the names of layers"),
-        (lambda: nn.Linear(64, 64, bias=False), "the model: files have tensors under the names of layers"),
+        (lambda: nn.Linear(64, 64), "the model: files name the layer of each tensor"),
+        (lambda: nn.Linear(64, 64, bias=False), "the model: files name the layer of each tensor"),
         (
             lambda: nn.Sequential(nn.Embedding(16, 64)),
-            "0: tables and tied weights are in float in these files, and nothing",
+            "0: these files hold tables and tied weights in float, and the model",
         ),
-        (lambda: nn.Embedding(16, 64), "nothing quantized is left beside them"),
+        (lambda: nn.Embedding(16, 64), "the model has no other quantized weights"),
     ],
 )
 def test_layers_without_names_and_tables_alone(make: Any, text: str, format: str, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_what_file_or_model_has_alone_is_a_row(
 ) -> None:
     found = report_of(tmp_path, monkeypatch, Changed(change))
     assert {row.quantizer for row in found.rows if not row.intact} == names
-    assert str(found).count("in one of file and model alone") == len(names)
+    assert str(found).count("only in the file, or only in the model") == len(names)
     assert "since the export" not in str(found)
     assert not found.exact
     assert not found.passed

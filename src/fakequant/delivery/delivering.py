@@ -141,8 +141,9 @@ def _own_reason(part: Part, state: QuantizedState, unfixed: Collection[str], *, 
     if entry is not None and entry.transform is not None:
         kind = entry.transform.kind
         return (
-            f"its input goes through a {kind} before its quantizer; leave that step out of improve. If read() made "
-            "the model from a file, call read(path, dequantize=True), and quantize that model for this format"
+            f'its input goes through a {kind} before its quantizer; leave the steps "smooth" and "rotate" out of '
+            "improve. If read() made the model from a file, call read(path, dequantize=True), and quantize that model "
+            "for this format"
         )
     held = entry.quantizers if entry is not None else state.sites.owners[part.path].sites[part.call].quantizers
     if chosen := [one.by_value for one in held.values() if one.by_value is not None]:
@@ -461,11 +462,9 @@ def deliver_state(
         return out / next(iter(files))
     small, missing = beside(model)
     free, kept = unchanged(out, small, written_in(out) or {})
-    notes = [f"the folder lacks {'; and '.join(missing)}; put there what loads the model"] if missing else []
+    notes = [f"the folder lacks {'; and '.join(missing)}; add these, so that programs load it"] if missing else []
     if kept:
-        notes.append(
-            f"{listed(kept)} in {out} stay as they are, others than those of the model; remove them to get its"
-        )
+        notes.append(f"{listed(kept)} in {out} were kept, but differ from the model's; remove them and deliver again")
     copied = {one: small[one] for one in free}
     files = {**copied, **sharded(files, max_shard_size, digests(copied))}
     write_folder(out, files, lambda: _refuse_others(chosen, out, {*files} - {*free}), progress=progress)

@@ -24,7 +24,7 @@ _NOT_TAKEN = (
 )
 """Keys that are removed from a configuration before a model is built: they name other files, or code."""
 _COUNTED, _COUNTS, _EXPERTS, _FEW = re.compile(r"layer|depth|^num_|^n_|_num_"), 1 << 22, 1 << 14, 256
-"""A pattern of keys with counts; the largest count of anything, and of experts; and a number of layers for any file."""
+"""A pattern of keys with counts; the largest count of anything; that of experts; the layers that any file may have."""
 _CODES, _BUFFERS = 8, 1 << 30
 """The most weights that a byte of a file holds, and the most bytes of buffers that files lack, such as masks."""
 _MARK = "fakequant"

@@ -326,7 +326,7 @@ def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
 
 
 def paired(operands: Mapping[str, Operand]) -> dict[str, str]:
-    """The input's quantizer for each weight's quantizer; "" if a layer has other numbers of weights and inputs."""
+    """The input's quantizer for each weight's quantizer; "" if the numbers of weights and inputs differ."""
     weights, inputs = (
         [name for name, one in operands.items() if one.role is role] for role in (Role.WEIGHT, Role.INPUT)
     )
@@ -390,7 +390,7 @@ def undivided(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
             expected = (-(-piece.shape[-2] // high), -(-piece.shape[-1] // wide))
             is_cut = piece.shape[-2] < part.shape[-2] and piece.shape[-2] % high
             if is_cut or key not in scales or tuple(scales[key].shape[-2:]) != expected:
-                why = f"files have {key} by itself, of {piece.shape[-2]} rows, and scales are of {high}"
+                why = f"files store {key} alone, with {piece.shape[-2]} rows, but a scale is for {high} rows"
                 reasons.setdefault(part.name, why)
     return reasons
 

@@ -117,7 +117,7 @@ class LayerTensors:
         flat = [(), (1,)] if set(shape) == {1} else []
         exponents = self.get(end, (torch.uint8, torch.float8_e8m0fnu), shape, *flat)
         if bool((exponents().view(torch.uint8) == 255).any()):
-            self.refuse(f"{end} holds codes for no number")
+            self.refuse(f"{end} holds codes that stand for no number")
         return lambda: torch.ldexp(
             torch.ones(tuple(shape), device="cpu"), exponents().view(torch.uint8).to(torch.int32) - 127
         )
@@ -146,7 +146,7 @@ class LayerTensors:
             index: the group of each input; None if groups are contiguous in the file.
 
         Returns:
-            The order of the inputs, the granularity of groups in this order, and the stored group of each group.
+            The order of the inputs, the granularity of groups in this order, and the index in the file of each group.
         """
         plain = torch.arange(self.shape[1], device="cpu")
         if index is None:
@@ -159,7 +159,7 @@ class LayerTensors:
             return order, groups.granularity, slice(None)
         warn_user(
             f"{self.folder.path.name}: some weights have groups of unequal size, or are a stack whose inputs are "
-            "permuted; every input of these becomes a group: the same values with more scales"
+            "permuted; every input of these weights becomes a group, with the same values and more scales"
         )
         return plain, PerBlock({-1: 1}), index
 
@@ -182,7 +182,7 @@ class LayeredFormat(DeliveryFormat):
 
     @abstractmethod
     def coded(self, module: LayerTensors) -> CodedWeight | None:
-        """The codes and scales of a weight in the file; None for a float. Raises CheckpointError for other tensors."""
+        """The codes and scales of a weight in the file; None for floats. Raises CheckpointError for other tensors."""
 
     def why_not(self, part: Part) -> str | None:
         raise ExportError(
@@ -194,18 +194,21 @@ class LayeredFormat(DeliveryFormat):
         shared = shared_names(model)
         in_float = [] if self.with_tables else written_in_float(parts, shared)
         if in_float and len(in_float) == len(parts):
-            reason = "tables and tied weights are in float in these files, and nothing quantized is left beside them"
+            reason = "these files hold tables and tied weights in float, and the model has no other quantized weights"
             return dict.fromkeys((part.name for part in parts), reason)
         found: dict[str, str] = {}
         for part in parts:
             if not part.path:
-                found[part.name] = "files have tensors under the names of layers, and this has none: use a Sequential"
+                found[part.name] = (
+                    "files name the layer of each tensor, but the model itself is the layer; put it into a "
+                    "torch.nn.Sequential"
+                )
             elif part in in_float and (left := [name for name in part.operands if name != "weight"]):
                 tied = {name for pair in shared.items() if part.weight in pair for name in pair}
                 alike = sorted({part.path, *(name.rpartition(".")[0] for name in tied)})
                 found[part.name] = (
-                    "its weight is in float in these files, as tables and tied weights are, which leaves its "
-                    f"{left[0]} without a place; leave the layers in float by prepare(..., skip={alike!r})"
+                    "these files hold its weight in float, like all tables and tied weights, and have no place for its "
+                    f"quantized {left[0]}; leave the layers in float by prepare(..., skip={alike!r})"
                 )
         return found
 
@@ -378,7 +381,7 @@ class _LayeredReader:
 
 
 def _without_zero_scales(one: CodedWeight) -> list[Tensor]:
-    """Codes, scales and zero points; where a scale is 0, the largest scale and codes of the value 0 replace it."""
+    """Codes, scales and zero points; where a scale is 0, it becomes the largest scale, and its codes those of 0."""
     spec, codes, scale = one.spec, one.codes(), one.scale().float().contiguous()
     kind, empty = torch.int32 if spec.offset is None else torch.float32, scale == 0
     point = None if one.zero_point is None else one.zero_point().to(kind)

@@ -80,7 +80,7 @@ def scheme_of(part: Part) -> Args | str:
         if isinstance(found, str):
             return f"its {name} is {config}, and {found}"
         if part.is_stack and name == "input" and found["dynamic"] is False:
-            return f"its input is {config}, and servers load stacked experts with a dynamic range for every token"
+            return f"its input is {config}, but servers load stacked experts only with a dynamic range for every token"
         scheme[role] = found
     return {**scheme, "format": _layout_of(scheme["weights"], ROLES["input"] in scheme)}
 
@@ -167,7 +167,7 @@ def _weight_args(spec: QuantSpec, shape: Sequence[int]) -> Args | str:
         return {**args, **({"strategy": "group", "group_size": width} if is_group else {"strategy": "channel"})}
     if is_float:
         return {**args, "strategy": "block", "block_structure": [height, width]}
-    return "files have scales of integers for all, for rows, or for groups of inputs"
+    return "files have a scale of integers for the whole weight, for each row, or for each group of inputs"
 
 
 def _own_scales(spec: QuantSpec, scales: Sequence[int]) -> Args | None:
@@ -257,7 +257,7 @@ def normalized(group: Mapping[str, Any], format: str | None) -> Args:
         scheme[role] = args
         config_of(args)
         if args["strategy"] == HEADS and (role != ROLES["input"] or group.get(ROLES["weight"]) is not None):
-            raise CheckpointError(f"a scheme has the strategy {HEADS}, which only attention has, for {role} of layers")
+            raise CheckpointError(f"the strategy {HEADS} is for attention, but a scheme has it for {role} of layers")
     if (weights := scheme.get(ROLES["weight"])) is not None:
         scheme["format"] = _layout_of(weights, ROLES["input"] in scheme)
         named = group.get("format") or format
@@ -355,7 +355,7 @@ def _choices(items: Any) -> int:
             least, most, body = argument
             inner = _choices(body)
             if inner and most > _FEW_TIMES:
-                raise CheckpointError("a repeat of what repeats or has alternatives")
+                raise CheckpointError("a repeat of a part that repeats or has alternatives")
             count += 3 * (most > _FEW_TIMES) or int(least != most)
             count += inner * most
         elif name == "BRANCH":

@@ -212,7 +212,7 @@ class _Alone(Row):
 
     @property
     def note(self) -> str:
-        return "in one of file and model alone"
+        return "only in the file, or only in the model"
 
 
 def _count(row: Row, ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:

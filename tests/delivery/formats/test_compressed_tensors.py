@@ -156,7 +156,7 @@ def test_experts_whose_weights_have_different_widths_are_read(inner: int, is_loa
 def test_tiles_over_two_weights_of_a_stack_are_refused_before_the_work(inner: int, tmp_path: Path) -> None:
     tiles = fq.Config("own", [fq.Rule("*experts", weight="float8_e4m3fn per_block(-2:32,-1:32,pad)")])
     model = prepared(tiles, mixtral(intermediate_size=inner))
-    with pytest.raises(ExportError, match=rf"w1\.weight by itself, of {inner} rows, and scales are of 32"):
+    with pytest.raises(ExportError, match=rf"w1\.weight alone, with {inner} rows, but a scale is for 32 rows"):
         fq.deliver(model, tmp_path / "new", "compressed-tensors")
     assert not (tmp_path / "new").exists()
 
@@ -381,7 +381,7 @@ def test_layers_have_no_scales_of_heads(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["strategy"] = "attn_head"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="the strategy attn_head, which only attention has"):
+    with pytest.raises(CheckpointError, match="the strategy attn_head is for attention"):
         fq.read(folder)
 
 
@@ -525,7 +525,9 @@ def test_experts_with_quantized_inputs_are_said(preset: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("preset", "other"), [("INT8", "W8A8_DYNAMIC"), ("FP8", "FP8_DYNAMIC")])
 def test_experts_with_fixed_ranges_are_refused(preset: str, other: str) -> None:
-    said = rf"experts: its input is .*, and servers load stacked experts with a dynamic .* that it holds is {other}"
+    said = (
+        rf"experts: its input is .*, but servers load stacked experts only with a dynamic .* that it holds is {other}"
+    )
     with pytest.raises(ConfigError, match=said):
         fq.prepare(mixtral(), preset, skip=["lm_head"], target="vllm")
 

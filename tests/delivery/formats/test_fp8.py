@@ -93,7 +93,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor]], Any], dict[str, Any], str]
     "no power": (
         lambda x: x.update(weight_scale_inv=torch.full((2, 3), 255, dtype=torch.uint8)),
         {},
-        "holds codes for no number",
+        "holds codes that stand for no number",
     ),
 }
 

@@ -70,7 +70,7 @@ def test_desc_act_is_an_order_of_inputs(tmp_path: Path) -> None:
 def test_groups_of_other_sizes_are_groups_of_one_input(tmp_path: Path) -> None:
     index = np.minimum(np.arange(COLUMNS) // 20, GROUPS - 1)
     tensors, config, values = gptq(index=index, desc_act=True)
-    with pytest.warns(UserWarning, match="becomes a group: the same values with more scales"):
+    with pytest.warns(UserWarning, match="becomes a group, with the same values"):
         model = read(write(tmp_path, tensors, config))
     assert torch.equal(model[0].weight, values)
     assert "per_block(-1:1)" in str(model[0].weight_quantizer.spec)

@@ -293,7 +293,7 @@ def test_a_name_of_a_setting_is_refused_for_a_layer(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.bits(x)
 
-    with pytest.raises(ExportError, match="a setting of this name"):
+    with pytest.raises(ExportError, match="has the name of this layer; put the model into"):
         fq.deliver(prepared(AFFINE[4], Bits()), tmp_path, "mlx")
 
 

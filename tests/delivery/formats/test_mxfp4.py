@@ -70,7 +70,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
         r"is .* of shape \[2, 64, 3, 16\]",
     ),
     "another type": (changed("gate_up_proj_scales", lambda x: x.view(torch.int8)), "gate_up_proj_scales is torch.int8"),
-    "no number": (changed("gate_up_proj_scales", lambda x: x.fill_(255)), "holds codes for no number"),
+    "no number": (changed("gate_up_proj_scales", lambda x: x.fill_(255)), "holds codes that stand for no number"),
 }
 
 

@@ -157,7 +157,7 @@ def test_several_files_are_one(path, first):
 
 
 def test_other_files_than_the_first_are_refused(first):
-    with pytest.raises(CheckpointError, match="is not file 1 of a model; give the first one"):
+    with pytest.raises(CheckpointError, match="is not file 1 of a model; give the first file"):
         GgufFile(first.with_name("x-00002-of-00003.gguf"))
 
 

@@ -161,7 +161,7 @@ def test_the_cache_in_float16_is_that_of_llama_cpp(tmp_path):
     assert (row.noise / row.elements) ** 0.5 < 0.25 * rounding
     attention = model.model.layers[0].self_attn
     fq.nn.quantizers(attention)["_sites.matmul_0.input"].spec = fq.QuantSpec.parse("int8")
-    with pytest.raises(ExportError, match=r"has the cache of presets\.LLAMA_CPP_CACHE alone"):
+    with pytest.raises(ExportError, match=r"quantizes only the cache, as in presets\.LLAMA_CPP_CACHE"):
         deliver(model, tmp_path / "other", "gguf")
 
 

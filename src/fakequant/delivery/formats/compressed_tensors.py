@@ -76,9 +76,9 @@ class CompressedTensors(LayeredFormat):
         if not (part.is_matrix or part.is_stack):
             return f"it quantizes linear layers, embeddings and experts, and {part.refused}"
         if part.is_stack and part.places["weight"].channels != -2:
-            return "files have experts one by one, and this model has the inputs of its experts before their outputs"
+            return "files store each expert as [out, in], but the experts of this model are [in, out]"
         if "weight" not in part.operands:
-            return "it quantizes activations of layers whose weight is quantized, too"
+            return "it quantizes activations only if the layer's weight is quantized"
         found = scheme_of(part)
         return found if isinstance(found, str) else None
 
@@ -128,7 +128,7 @@ class CompressedTensors(LayeredFormat):
                 if found is None or {**found, "targets": []} != expected:
                     raise ExportError(
                         f"compressed-tensors cannot say in config.json how {base} is quantized: programs would take "
-                        f"{found}; give layers whose names are alike one preset"
+                        f"{found}; give layers with similar names the same preset"
                     )
         return {WEIGHTS: writer.tensors, CONFIG: config_file(model, said, dtype)}
 

@@ -119,7 +119,7 @@ class BitsAndBytes(LayeredFormat):
     def coded(self, module: LayerTensors) -> CodedWeight | None:
         for end, what in {f"{_STATE}fp4": "FP4 of bitsandbytes", "SCB": "LLM.int8()"}.items():
             if module.has(end):
-                module.refuse(f"codes are {what}, and this reader knows its NF4")
+                module.refuse(f"codes are {what}; this reader knows only NF4")
         if not module.has(f"{_STATE}nf4"):
             return None
         key, (rows, columns), format = f"{_STATE}nf4", module.shape, _NF4.format

@@ -67,7 +67,7 @@ class Gguf(DeliveryFormat):
     def why_not(self, part: Part) -> str | None:
         if part.call:
             cached = all(one == LLAMA_CPP_CACHE.input for one in part.operands.values())
-            return None if cached else "of functions of a forward it has the cache of presets.LLAMA_CPP_CACHE alone"
+            return None if cached else "of functions, it quantizes only the cache, as in presets.LLAMA_CPP_CACHE"
         if not (part.is_matrix or part.is_turned or part.is_stack):
             return f"it quantizes linear layers, experts and embeddings, and {part.refused}"
         if "weight" not in part.operands or not {*part.operands} <= {"weight", "input"}:

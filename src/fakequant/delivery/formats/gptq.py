@@ -99,7 +99,7 @@ class Awq(LayeredFormat):
         rows, columns = module.shape
         groups = module.groups(given.get("group_size", given.get("q_group_size", 128)))
         if rows % _WORD:
-            module.refuse(f"codes are in words of {_WORD} outputs, which do not divide {rows}")
+            module.refuse(f"a word holds the codes of {_WORD} outputs, but the weight has {rows} outputs")
         codes, scales = _outputs(module, "qweight", columns), module.get("scales", FLOATS, (groups.count, rows))
         points = _outputs(module, "qzeros", groups.count) if module.has("qzeros") else None
         signed = (lambda: codes().view(torch.int8) - 8) if points is None else codes

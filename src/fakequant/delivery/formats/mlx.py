@@ -84,7 +84,7 @@ class Mlx(LayeredFormat):
         return None if isinstance(found, _Layout) else f"its weight is {part.operands['weight']}, and {found}"
 
     def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
-        why = "config.json has a setting of this name beside the names of layers: use a Sequential"
+        why = "a setting of config.json has the name of this layer; put the model into a torch.nn.Sequential"
         found = {part.name: why for part in parts if part.path in vars(_Layout(64, 4))}
         return {**found, **super().conflicts(model, parts)}
 

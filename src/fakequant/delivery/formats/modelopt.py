@@ -100,7 +100,7 @@ class ModelOpt(LayeredFormat):
 
     def skips(self, name: str) -> str | None:
         if name.endswith((".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")):
-            return "the cache of keys and values stays in float, and the scales of it in the file are left out"
+            return "the cache of keys and values stays in float, and its scales in the file are ignored"
         return super().skips(name)
 
 

@@ -71,7 +71,7 @@ class TorchAo(LayeredFormat):
 
     def conflicts(self, model: nn.Module, parts: Sequence[Part]) -> Mapping[str, str]:
         bare = [name for name in model.state_dict() if "." not in name]
-        found = dict.fromkeys(bare, "files name a module before each tensor, and this one is of the model itself")
+        found = dict.fromkeys(bare, "files name the module of each tensor, but this tensor belongs to the model itself")
         return {**found, **super().conflicts(model, parts)}
 
     def encode(self, state: QuantizedState, model: nn.Module, parts: Sequence[Part]) -> Files:
@@ -107,8 +107,8 @@ class TorchAo(LayeredFormat):
         other = [(name, f"{bases[0]}.weight") for name, bases in writer.pieces.items() if len(bases) == 1]
         if other := [pair for pair in other if pair[0] != pair[1]]:
             warn_user(
-                f"torchao: transformers does not load these files, because they name {other[0][0]} {other[0][1]}; for "
-                "transformers, deliver the model as compressed-tensors"
+                f"torchao: transformers does not load these files, because {other[0][0]} of the model is called "
+                f"{other[0][1]} there; for transformers, deliver the model as compressed-tensors"
             )
         # The configuration names the class that most weights have.
         kinds = [one["_type"] for one in said.values()]

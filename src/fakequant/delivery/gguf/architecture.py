@@ -143,7 +143,7 @@ _ROTARIES = {
 
 
 def rotary_of(config: Any, kind: str = "full_attention") -> dict[str, Any]:
-    """The rotary parameters of a configuration, for a kind of layers if each kind has its own."""
+    """The rotary parameters of a configuration, for a kind of layers if kinds differ."""
     found = dict(getattr(config, "rope_parameters", None) or {})
     found = dict(found.get(kind) or {}) if any(isinstance(one, dict) for one in found.values()) else found
     return {"rope_type": "default", **found}

@@ -430,7 +430,7 @@ class GgufFile:
 
     Attributes:
         path: the path of the file, or of the first of several, `...-00001-of-00003.gguf`, which has the metadata.
-        count: the number of files; 0 or 1 if there is one.
+        count: the number of files; 0 or 1 for a single file.
         metadata: the values by key; arrays of numbers are arrays of numpy, arrays of texts are lists.
         tensors: the tensors by name, in the order of the file; their content is read at each access.
     """
@@ -446,7 +446,7 @@ class GgufFile:
         tensors, self.metadata = reader.begin()
         self.count = count = self.metadata.get("split.count", 0)
         if not isinstance(count, int) or self.metadata.get("split.no", 0) != number:
-            raise reader.damage(f"is not file {number + 1} of a model; give the first one, with -00001-of- in its name")
+            raise reader.damage(f"is not file {number + 1} of a model; give the first file, named ...-00001-of-...")
         entries = [reader.entry() for _ in range(tensors)]
         align = self.metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(align, int) or align <= 0 or align & (align - 1):
