@@ -157,6 +157,8 @@ def quantize(
 def dequantize(codes: Tensor, params: QParams, spec: QuantSpec | str, *, dtype: torch.dtype | None = None) -> Tensor:
     """The values of codes made by `quantize`, in `dtype`, or by default in the dtype of the scale.
 
+    Raises DTypeError if the codes have another dtype than `quantize` returns.
+
     >>> codes, params = quantize(torch.tensor([0.1, -0.52, 1.27]), "int8")
     >>> dequantize(codes, params, "int8")
     tensor([ 0.1000, -0.5200,  1.2700])

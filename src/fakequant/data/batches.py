@@ -426,7 +426,9 @@ class Batches:
         """All batches, for several runs; raises CalibrationError if there are none, ConfigError for a wrong mask."""
         found = dict(enumerate(self))
         if not found:
-            raise CalibrationError(f"{self._caller} needs batches, and got none")
+            raise CalibrationError(
+                f"{self._caller} needs batches, and got none; give a list, or a loader that can be iterated again"
+            )
         return KeptBatches(self, found)
 
 

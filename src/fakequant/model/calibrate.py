@@ -242,6 +242,7 @@ def check_bins(by_value: ByValue | None, calibrators: Mapping[str, Calibrator | 
 
     Raises:
         CalibrationError: a bin got no batch; the message names the bin.
+        ConfigError: there are bins, but no calibrated activation has a fixed range.
     """
     if by_value is None:
         return
@@ -557,7 +558,9 @@ def fix_global_scales(
     check_model(model, "fix_global_scales", "fix_global_scales(model, batches)", CalibrationError)
     found = _under_global_scales(model)
     if not found:
-        raise CalibrationError("no dynamic input has block scales and a per-tensor scale, as in the preset NVFP4")
+        raise CalibrationError(
+            "no dynamic input has block scales and a per-tensor scale; prepare the model by a preset such as NVFP4"
+        )
     _fix_global_scales(model, found, Batches(batches, "fix_global_scales", inputs=inputs, forward=forward))
     return model
 

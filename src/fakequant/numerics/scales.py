@@ -265,6 +265,9 @@ class ScaleSpec:
 
         Returns:
             [groups per axis], in units of x per code; positive unless `is_exact`.
+
+        Raises:
+            SpecError: the format's largest number times the largest code exceeds the dtype of the extent.
         """
         bound = self.bound(element) if bound is None else bound
         if isinstance(self.format, ExponentFormat):

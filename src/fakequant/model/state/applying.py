@@ -174,7 +174,10 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
         layer = modules[name]
         cls = own_class(layer)
         if cls.__name__ != entry.type:
-            raise CheckpointError(f"the checkpoint's layer {name} is a {entry.type}, the model's is a {cls.__name__}")
+            raise CheckpointError(
+                f"the checkpoint's layer {name} is a {entry.type}, the model's is a {cls.__name__}; make the model "
+                "that was saved"
+            )
         quantized = quantized_class(layer)
         if quantized is None:
             raise CheckpointError(
@@ -262,7 +265,9 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
     entries = {path: entry for path, _, entry in state.quantizers()}
     for name, weight in coded.items():
         if unknown := set(weight.quantizers) - set(entries):
-            raise CheckpointError(f"the checkpoint is damaged: it lacks the quantizer {min(unknown)} that {name} names")
+            raise CheckpointError(
+                f"the checkpoint is damaged: it lacks the quantizer {min(unknown)} that {name} names; save it again"
+            )
         held = {path: entries[path] for path in readers.get(name, [])}
         own = [path for path, entry in held.items() if entry.is_static and entry.tensor.spec == weight.spec]
         if not own:
@@ -286,7 +291,9 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
     check_ranges(modules, state, {name: one for name, one in found.items() if name not in checked}, is_wide(model))
     for name, (own, scale) in scales.items():
         if not any(is_same(scale, tensors[f"{path}.scale"].make()) for path in own):
-            raise CheckpointError(f"the checkpoint is damaged: {own[0]} has other scales than the codes of {name}")
+            raise CheckpointError(
+                f"the checkpoint is damaged: {own[0]} has other scales than the codes of {name}; save it again"
+            )
     return found
 
 

@@ -390,7 +390,10 @@ def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
     for path, owner in entry.owners.items():
         shown, cls = path or "(the model)", type(modules[path])
         if cls.__name__ != owner.type:
-            raise CheckpointError(f"the checkpoint's module {shown} is a {owner.type}, the model's is a {cls.__name__}")
+            raise CheckpointError(
+                f"the checkpoint's module {shown} is a {owner.type}, the model's is a {cls.__name__}; make the model "
+                "that was saved"
+            )
         if bypasses_class(modules[path]):
             raise CheckpointError(
                 f"the forward of the model's module {shown} was replaced, such as by a hook, which would bypass "

@@ -173,7 +173,10 @@ class Distillation:
             fitting = [found[:1] for found in fitting]
         elif not any(masks[-1] is mask for found in fitting for mask in found):
             shapes = ", ".join(str(list(x.shape)) for x in each)
-            raise ConfigError(f"no compared tensor begins with the axes of the mask {list(masks[-1].shape)}: {shapes}")
+            raise ConfigError(
+                f"no compared tensor begins with the axes of the mask {list(masks[-1].shape)}: {shapes}; give a mask "
+                "[batch, tokens] of such a tensor"
+            )
         means = list[Tensor]()
         for x, found in zip(each, fitting, strict=True):
             if found:
@@ -218,7 +221,9 @@ class Distillation:
                 )
             return tensors
         if missing := [name for name in self.features if name not in seen]:
-            raise ConfigError(f"features: {missing[0]} returned no tensor in this batch")
+            raise ConfigError(
+                f"features: {missing[0]} returned no tensor in this batch; name modules that every batch calls"
+            )
         return [seen[name] for name in self.features]
 
     def _run(self, model: nn.Module, forward: Callable[[nn.Module], Any]) -> tuple[Any, list[Tensor]]:

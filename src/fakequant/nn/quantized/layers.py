@@ -264,7 +264,7 @@ def quantizes(float_class: type[nn.Module] | str) -> Callable[[LayerClass], Laye
         if not isinstance(float_class, str) and float_class not in quantized.__mro__:
             raise ConfigError(f"{quantized.__name__} must be a subclass of {name}, so that models keep working")
         if float_class in table:
-            raise ConfigError(f"{name} already has the quantized class {table[float_class].__name__}")
+            raise ConfigError(f"{name} already has the quantized class {table[float_class].__name__}; register it once")
         if len(quantized.inputs) > len(quantized.input_reductions):
             raise ConfigError(
                 f"{quantized.__name__} has {len(quantized.inputs)} inputs, but input_reductions has "
@@ -287,7 +287,9 @@ def quantizes_made_by(module: str) -> Callable[[LayerClass], LayerClass]:
 
     def register(quantized: LayerClass) -> LayerClass:
         if module in _made_layers:
-            raise ConfigError(f"layers of {module} already have the quantized class {_made_layers[module].__name__}")
+            raise ConfigError(
+                f"layers of {module} already have the quantized class {_made_layers[module].__name__}; register it once"
+            )
         _made_layers[module] = quantized
         return quantized
 

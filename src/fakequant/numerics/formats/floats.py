@@ -225,6 +225,8 @@ class IntegerFormat(Format):
     def of(cls, bits: int, *, signed: bool = True, narrow: bool = False) -> IntegerFormat:
         """The full range of two's complement or unsigned integers; `narrow` drops the lowest code.
 
+        Raises SpecError for a format without bits, or with more than 24.
+
         >>> IntegerFormat.of(4), IntegerFormat.of(4, signed=False)
         (IntegerFormat(low=-8, high=7), IntegerFormat(low=0, high=15))
         """
