@@ -53,7 +53,7 @@ def _written(incomplete: str) -> list[str]:
 
 
 def _engines(incomplete: str) -> list[str]:
-    """The known engines, for a shell's completion; imported here for the same reason."""
+    """The known engines, for a shell's completion; imported here as in `_written`."""
     from fakequant.model.engine import known_engines
 
     return [name for name in sorted(known_engines()) if name.startswith(incomplete)]

@@ -60,7 +60,7 @@ def require(*names: str, reader: str = "ONNX", install: str = "'fakequant[onnx]'
 
 
 _ALIASES = {"tensorrt": "trt", "onnxruntime": "portable", "ort": "portable", "onnx": "standard"}
-"""By the name of an engine or a form, the style that users mean by it."""
+"""For names of engines and forms that users give as a style, the style that they mean."""
 
 
 class Style(str, Enum):
@@ -275,7 +275,7 @@ _FLOATS_BEYOND_ONNX_RUNTIME: dict[Format, ElementType] = {
 }
 _E8M0 = ElementType("FLOAT8E8M0", 8, 24, integer=False)
 _EXPONENT = ElementType("UINT8", 8, 13)
-"""TensorRT's MXFP8 operators take the bits of E8M0."""
+"""The type of the exponents for TensorRT's MXFP8 operators, which take the bits of E8M0."""
 _INTEGERS: dict[IntegerFormat, ElementType] = {
     IntegerFormat.of(bits, signed=signed): ElementType(f"{'' if signed else 'U'}INT{bits}", bits, opset)
     for bits, opset in ((4, 21), (8, 13), (16, 21))

@@ -499,7 +499,7 @@ class _VariantSearch:
         self._known: Mapping[Variant, Compared] = {}
         self.bytes: dict[str, int] = {}
         self.refused: dict[str, str] = {}
-        """By preset, why the model cannot have it."""
+        """The reason for each preset that the model cannot have."""
         presets = [name for kind in kinds for name in kind]
         for name in presets:
             try:

@@ -51,7 +51,7 @@ from fakequant.version import __version__
 
 _SUFFIX = ".layer"
 _DAMAGE = (AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError, ConfigError, pickle.PickleError)
-"""Errors that a file of another content raises, even if its digest is right."""
+"""Errors that reading a file with unexpected content raises, even if its digest is right."""
 _DIGEST = hashlib.sha256().digest_size
 
 

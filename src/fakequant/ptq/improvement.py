@@ -306,7 +306,7 @@ def _digests(weights: Mapping[str, Product], processes: Ranks) -> dict[str, str]
 
 
 def check_same(processes: Ranks, values: Mapping[str, str], difference: str) -> None:
-    """Raise ConfigError if processes have other values, or in another order; the first layer that differs is named."""
+    """Raise ConfigError if processes have different values, or another order; the first layer that differs is named."""
     own = [*values.items()]
     for rank, others in enumerate(processes.all(own)):
         if others != own:

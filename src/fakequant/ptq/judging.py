@@ -36,7 +36,7 @@ Of 24 small networks with 24 rows, 14 lost on new rows without a judge, and 1 wi
 _LEAST = 0.1
 """This share of the mean error is added to rows' errors before ratios are taken: a ratio of small errors is chance."""
 MAY_LOSE = 0.01
-"""The share of the float model's metric that may be lost: 99 % of it are enough."""
+"""The share of the float model's metric that may be lost: the other 99 % are enough."""
 EVERY = 2
 """The second of every two batches judges a model. People give few batches: with fewer judges, chance would choose."""
 EVERY_OF_CHOICES = 8

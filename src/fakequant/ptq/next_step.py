@@ -249,7 +249,7 @@ def requantize_layer(layer: QuantizedLayer, rule: Rule, path: str) -> None:
 
 
 NO_SIGNAL = 0.5
-"""The share of the output's energy from which an error leaves no signal to speak of: 3 dB."""
+"""From this share of the output's energy on, an error leaves almost no signal: 3 dB."""
 LITTLE = 1e-3
 """The share below which an error is small: 30 dB."""
 _LARGE, _WIDER = 1 / 3, 1.5
@@ -471,7 +471,7 @@ class _Changes:
             yield Change(what, self._code(self._anew(code), folds=True), make, Aim.ENGINE)
 
     def of_layers(self) -> Iterator[Change]:
-        """The change by `improve`; then the worst layers to float, but no layer with half of all weights."""
+        """The change by `improve`; then each of the worst layers in float, except a layer with half of all weights."""
         if not self.fresh:
             return
         if quantized_weights(self.model):

@@ -35,7 +35,7 @@ class WeightGrid:
     """The grid of a weight [out, ...]: the values that it can have by fixed scales, as a matrix [out, columns].
 
     Each column is quantized by the package's own operator with the scales of its elements, so that formats and
-    granularities need no cases.
+    granularities need no special cases.
 
     Args:
         zeros: where values stay 0, bool [out, columns]; None: nowhere.
