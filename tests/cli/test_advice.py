@@ -177,7 +177,7 @@ def test_quantize_takes_what_the_target_computes_of_a_preset(recipe: Path, tmp_p
 def test_quantize_says_that_a_target_is_not_known_to_gain_by_a_preset(recipe: Path, tmp_path: Path) -> None:
     given = ("quantize", recipe, "--out", tmp_path / "out", "--target", "vllm")
     said = "It is not known that vllm gains by INT4_GROUP32. It takes W8A8_DYNAMIC, FP8_DYNAMIC, INT4_GROUP128"
-    assert said in " ".join(run(*given, "--preset", "int4_group32").split())
+    assert " ".join(run(*given, "--preset", "int4_group32").split()).count(said) == 1
     assert said in json.loads((tmp_path / "out" / "results.json").read_text())["summary"][1]
     assert "not known" not in run(*given, "--preset", "w8a8_dynamic")
     result = CliRunner().invoke(app, [*map(str, given[:-1]), "vlm"])

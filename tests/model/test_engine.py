@@ -1,5 +1,6 @@
 """An engine is a value that `prepare`, `advise`, `set_execution` and `deliver` read."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,42 @@ def test_a_server_computes_its_variant(preset: str, of_input: str) -> None:
     assert specs(model)["body._input_quantizer"] == of_input
     weight = specs(fq.prepare(Tagger(), preset))["body._weight_quantizer"]
     assert specs(model)["body._weight_quantizer"] == weight
+
+
+def lines_of(preset: Any, target: Any, **how: Any) -> list[str]:
+    net, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), torch.ones(2, 256)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fq.prepare(net, preset, x, target=target, **how)
+    return [str(one.message) for one in said if "gain" in str(one.message) or "suits" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("preset", "target", "known"),
+    [
+        ("int8_weight_only", "xnnpack", "It takes INT8, INT8_AFFINE, W4A8_EXECUTORCH: docs/engines/executorch.md."),
+        ("fp8", "qnn", "It takes INT8_AFFINE: docs/engines/qnn.md."),
+        (fq.presets.FP8_E5M2, "coreai", "docs/engines/coreai.md."),
+        ("mxfp4", "sglang", "It takes W8A8_DYNAMIC, FP8_DYNAMIC, INT4_GROUP128: docs/engines/vllm.md."),
+    ],
+)
+def test_a_preset_by_which_an_engine_is_not_known_to_gain_is_said_in_a_line(
+    preset: Any, target: str, known: str
+) -> None:
+    (line,) = lines_of(preset, target)
+    assert line.startswith("It is not known that ")
+    assert line.endswith(known)
+
+
+def test_a_line_names_presets_of_rules_and_no_preset_that_becomes_a_known_one() -> None:
+    (line,) = lines_of("int8", "qnn", rules={"2": "mxfp8"})
+    assert "qnn gains by MXFP8. " in line
+    (line,) = lines_of("int8", "onnxruntime")
+    assert line.endswith("presets.INT8_AFFINE suits onnxruntime")
+    own = fq.Config([fq.Rule(weight="int8 per_tensor")])
+    unknown = fq.Engine("unknown", "not run")
+    for preset, target in (("int8", "qnn"), ("int8_per_token", "vllm"), (own, "qnn"), ("fp8", unknown)):
+        assert lines_of(preset, target) == []
 
 
 def test_a_head_with_the_weight_of_a_table_follows_it() -> None:

@@ -48,7 +48,7 @@ from fakequant.nn.integer import as_execution
 from fakequant.ptq import improve
 from fakequant.ptq.collector import run_of
 from fakequant.ptq.judging import LayerResult
-from fakequant.ptq.next_step import AdviceContext, unknown_gain
+from fakequant.ptq.next_step import AdviceContext
 from fakequant.ptq.trial import Preparation, places
 from fakequant.report import (
     RESULTS,
@@ -217,7 +217,8 @@ class Job:
     def unknown_gain(self) -> str:
         """A sentence that names presets of the job for which no gain in the target is known; "" if there are none."""
         presets = [self.preset, *(rule.rpartition("=")[2] for rule in self.rules)]
-        return unknown_gain(self.target, dict.fromkeys(find_preset(name).name for name in presets))
+        names = dict.fromkeys(find_preset(name).name for name in presets)
+        return "" if self.target is None else find_engine(self.target).unknown_gain(names)
 
     def exceptions(self) -> list[str]:
         """Lines for the report that name the layers in float, and those with other presets."""
@@ -427,7 +428,7 @@ def run(job: Job, console: Console) -> ReportData:
             progress = _Progress(recipe, job, Steps(console, 6 + sum(optional)), kept)
             if before := held_before(out, recipe.source, title_of(recipe.path, config)):
                 progress.steps.note(before)
-            if gain:
+            if gain and job.target_for(config) is None:  # else `prepare` says it
                 progress.steps.note(gain)
             model = quantized_model(job, config, progress)
             with staged(out) as folder:

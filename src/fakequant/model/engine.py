@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -12,9 +12,9 @@ from torch import nn
 
 from fakequant.data.arguments import refuse_unprepared
 from fakequant.errors import ConfigError, CoverageWarning, ExportError, nearest, shown, warn_user
-from fakequant.model.config import TABLES, Config, TensorConfig
+from fakequant.model.config import NAMED, TABLES, Config, TensorConfig, find_preset
 from fakequant.model.placement import Target
-from fakequant.model.weights import group_ranges
+from fakequant.model.weights import group_ranges, refuse_fixed_experts
 from fakequant.nn.device import Device
 from fakequant.nn.integer import Execution
 from fakequant.nn.paths import matches
@@ -116,6 +116,26 @@ class Engine:
         """Whether the engine is known to run a preset."""
         return preset in self.presets or bool(self.others and preset.startswith(self.others))
 
+    def unknown_gain(self, presets: Iterable[str]) -> str:
+        """A sentence on presets for which no gain in this engine is known; "" if there are none, or it lists none.
+
+        >>> known_engines()["qnn"].unknown_gain(["INT8"])  # its inputs become those of INT8_AFFINE there
+        ''
+        >>> known_engines()["litert"].unknown_gain(["INT8_WEIGHT_ONLY"])
+        'It is not known that litert gains by INT8_WEIGHT_ONLY. It takes INT8, INT8_AFFINE: docs/engines/litert.md.'
+        """
+
+        def computed(preset: str) -> list[tuple[TensorConfig | None, ...]]:
+            tensors = ([(field, getattr(rule, field)) for field in _FIELDS] for rule in find_preset(preset).layer_rules)
+            return [tuple(one and self.variant(field, one) for field, one in fields) for fields in tensors]
+
+        known = [computed(preset) for preset in self.presets if preset in NAMED]
+        unknown = [preset for preset in presets if not self.takes(preset) and computed(preset) not in known]
+        if not unknown or not self.presets:
+            return ""
+        page = f": docs/engines/{self.page}.md" if self.page else ""
+        return f"It is not known that {self.name} gains by {listed(unknown)}. It takes {listed(self.presets)}{page}."
+
     def placement_of(self, config: Config) -> Target | None:
         """The engine's rules for quantizers; None if it has none, or if the configuration makes all inputs dynamic."""
         inputs = [rule.input for rule in config.rules if rule.input is not None]
@@ -154,11 +174,13 @@ class Engine:
         if not quantizers(model):
             return
         import_waiting()  # files say what they can hold
-        for check in holders:
-            try:
+        try:
+            for check in holders:
                 check(self.files or self.export, model)
-            except ExportError as error:
-                raise ConfigError(f"{self.name} cannot load {preset}: {error}") from error
+            if self.merges:
+                refuse_fixed_experts(model)
+        except ExportError as error:
+            raise ConfigError(f"{self.name} cannot load {preset}: {error}") from error
 
 
 def _holds(values: object, kind: type) -> bool:

@@ -236,11 +236,13 @@ class Placement:
 
     Attributes:
         notes: lines that say why the engine cannot compute some parts on integers, with a cure.
+        unsuited: a line that says why the engine computes no product on integers, with a preset that it does; or "".
     """
 
     sites: dict[FunctionCall, Held]
     layers: dict[str, Rule]
     notes: list[str] = field(default_factory=list)
+    unsuited: str = ""
 
 
 class _Planner:
@@ -308,7 +310,7 @@ class _Planner:
                 self._drop_after({value for same in self.same[call.site] for value in same.outputs}, self.target.keeps)
         self._share()
         self._outputs()
-        notes, name = [], self.target.name
+        notes, unsuited, name = [], "", self.target.name
         if without:  # inf may be meant, as for experts that are not chosen
             notes.append(
                 f"in the run of the example the inputs of {listed(without)} hold NaN, so that they stay in float; give "
@@ -334,11 +336,11 @@ class _Planner:
         other = [spec for spec in specs if isinstance(spec.format, IntegerFormat) and spec.symmetric is not wanted]
         if other and wanted is not None:
             kind, preset = ("symmetric", "INT8") if wanted else ("asymmetric", "INT8_AFFINE")
-            notes.append(
+            unsuited = (
                 f"{name} computes all products on integers only with {kind} activations, but the configuration has "
                 f"{other[0]}; presets.{preset} suits {name}"
             )
-        return Placement({call: held for call, held in self.held.items() if held}, self.layers, notes)
+        return Placement({call: held for call, held in self.held.items() if held}, self.layers, notes, unsuited)
 
     def _streams(self) -> set[Any]:
         """The sites of sums that stay in float: only normalisations, or other sums that stay in float, read them."""

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, shown, warn_user
-from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.config import NAMED, Config, Rule, TensorConfig
 from fakequant.model.engine import Engine, find_engine
 from fakequant.model.placement import Placement, Target, own_forwards, place, with_own_products
 from fakequant.model.presets import find_preset
@@ -119,8 +119,10 @@ def prepare(
     preset: Config = config if isinstance(config, Config) else find_preset(config)
     config = with_exceptions(preset, skip, rules or {}).for_model(model)
     engine = None if target is None or isinstance(target, Target) else find_engine(target)
-    table, variant = target if isinstance(target, Target) else None, ""
+    table, variant, unsuited = target if isinstance(target, Target) else None, "", ""
     if engine is not None:
+        named = [preset, *(one if isinstance(one, Config) else find_preset(one) for one in (rules or {}).values())]
+        unsuited = engine.unknown_gain(dict.fromkeys(one.name for one in named if one.name in NAMED))
         (config, variant), table = engine.computed(config, model), engine.placement_of(config)
     restore = structure_of([model])
     try:
@@ -145,7 +147,7 @@ def prepare(
             config = with_own_products(config, own, model, recording)
             placed = Placement({}, held) if table is None else place(model, config, recording, table, held)
             sites, note = with_training(model, plan_sites(model, config, recording, placed.sites), recording, run)
-            notes = [*placed.notes, *note]
+            notes, unsuited = [*placed.notes, *note], placed.unsuited or unsuited
             # A layer that is never called has none where a function reads its parameters and has the quantizers. Those
             # of a tied table that stands for others, as Marian's `shared`, are read by quantized layers alone.
             functions = (call for call in recording.calls if call.owner not in placed.layers)
@@ -182,7 +184,7 @@ def prepare(
         if engine is not None:
             engine.mark(model)
             engine.refuse(model, preset.name)
-            notes += [variant] if variant else []
+        notes += [note for note in (variant, unsuited) if note]
         for note in (*notes, *peaks.notes, *note_on_scales(model, small, by_name=by_name)):
             warn_user(note, CoverageWarning)
         warn_unregistered(model)

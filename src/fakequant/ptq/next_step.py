@@ -39,7 +39,6 @@ from fakequant.ptq.improvement import improve
 from fakequant.ptq.judging import CLEARLY, EVERY, MAY_LOSE, TRIED_ON
 from fakequant.ptq.trial import METHODS, Aim, Change, ChangeTrials, NextStep, Tried
 from fakequant.restore import restore_after
-from fakequant.text import listed
 
 _ANY = (*WEIGHTS, "NF4_WEIGHT_ONLY", "NVFP4_WEIGHT_ONLY")
 """The presets to try without a target, for weights alone: quantized inputs gain nothing unless codes are multiplied."""
@@ -68,26 +67,6 @@ def rivals(names: Iterable[str]) -> set[str]:
     kinds = [_BLOCKS, _ANY, *(kind for engine in known_engines().values() for kind in engine.kinds)]
     wanted = {*names}
     return {name for kind in kinds if wanted & {*kind} for name in kind}
-
-
-def unknown_gain(name: str | None, presets: Iterable[str]) -> str:
-    """A sentence on presets for which no gain in the engine `name` is known; "" if all are known or `name` is None.
-
-    >>> unknown_gain("sglang", ["FP8_DYNAMIC"])
-    ''
-    >>> unknown_gain("litert", ["INT4_GROUP32"])
-    'It is not known that litert gains by INT4_GROUP32. It takes INT8, INT8_AFFINE: docs/engines/litert.md.'
-    """
-    if name is None:
-        return ""
-    engine = find_engine(name)
-    unknown = [preset for preset in presets if not engine.takes(preset)]
-    page = f": docs/engines/{engine.page}.md" if engine.page else ""
-    return (
-        f"It is not known that {name} gains by {listed(unknown)}. It takes {listed(engine.presets)}{page}."
-        if unknown
-        else ""
-    )
 
 
 _MOST = 0.5
@@ -437,7 +416,7 @@ class _Changes:
             dynamic = any(rule.input is not None and rule.input.dynamic for rule in preset.rules)
             if own is None or not (dynamic or self.method or not self._inputs):
                 continue
-            if unknown_gain(self.known.target, [preset.name]):
+            if self.known.target is not None and not find_engine(self.known.target).takes(preset.name):
                 continue
             what = f"Take the preset {preset.name.lower()}{', which takes ranges at run time' if dynamic else ''}"
             if (weight := preset.layer_rules[0].weight) and weight != own.preset.layer_rules[0].weight:

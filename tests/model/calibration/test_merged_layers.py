@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
+from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, ExportError
 from fakequant.nn import Kind
 from fakequant.ops import library
 
@@ -184,3 +185,20 @@ def test_without_a_server_each_layer_has_its_own_range() -> None:
     model = calibrated("qwen", STATIC, target=None)
     held, merged = in_file(model), groups(model, "qwen")
     assert all(len({held[name] for name in names}) > 1 for names in merged.values() if len(names) > 1)
+
+
+@pytest.mark.parametrize("style", NAMES)
+@pytest.mark.parametrize(
+    "preset", ["INT8", "FP8", fq.Config([fq.Rule(weight="int8 per_tensor", input="int8")])], ids=str
+)
+def test_experts_in_a_list_are_refused_with_fixed_ranges_that_no_server_takes(
+    style: str, preset: Any, tmp_path: Path
+) -> None:
+    said = r"blocks\.0\.experts\.0\..*with a fixed range .*servers take .*W8A8_DYNAMIC and FP8_DYNAMIC"
+    with pytest.raises(ConfigError, match=f"^vllm cannot load .*: {said}"):
+        fq.prepare(Net(style), preset, target="vllm")
+    model = calibrated(style, preset, target=None)
+    with pytest.raises(ExportError, match=said):
+        fq.deliver(model, tmp_path / "served", target="sglang")
+    assert not (tmp_path / "served").exists()
+    assert fq.deliver(model, tmp_path / "served", target="transformers").is_dir()
