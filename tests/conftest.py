@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.torchlib import read_torchlib_once
+from tests.support.torchlib import spare_exports
 from tests.support.vision import import_torchvision
 
 # transformers and peft import it. Where that fails, as beside another torch, `importorskip` skips their tests silently.
 if find_spec("torchvision") is not None:
     import_torchvision()
+
+# Without a device, `torch.manual_seed` notes the stack for each kind of device, 2 of 10 ms of a small test.
+SEED = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
 # Scripts of users, and scripts to run by hand.
 collect_ignore = ["scripts", "hostile"]
@@ -36,8 +39,8 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True)
 def _same_start():
-    read_torchlib_once()
-    torch.manual_seed(0)
+    spare_exports()
+    SEED(0)
     torch.set_num_threads(1)
 
 

@@ -72,8 +72,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("columns", [WIDE, None], ids=["terminal", "pipe"])
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("columns", [None, WIDE], ids=["pipe", "terminal"])
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_printed_fits(name: str, columns: int | None, folder: Path) -> None:
     words = [word.format(folder=folder, recipe=folder / "recipe.py") for word in COMMANDS[name]]
