@@ -445,7 +445,7 @@ def recalibrate(
 
     Percentile, entropy and mse collect the same counts, and max needs less: one pass over the batches by one of these
     three serves all four. The model, and a copy of it, has the counts of its last `calibrate`; checkpoints do not. The
-    counts take 64 KiB per input quantizer with one scale (16 bytes by max); `quantizer.collected = None` frees them.
+    counts take 64 KiB per input quantizer with one scale (8 bytes by max); `quantizer.collected = None` frees them.
 
     Args:
         model: a calibrated model; its weights keep their ranges.
