@@ -378,7 +378,7 @@ def test_merge_refuses_another_kind(method):
     a = watched(method, "int8", torch.ones(4))
     other = next(name for name in calibrators() if name != method)
     for b in (make_calibrator(other, "int8"), make_calibrator(method, "int4")):
-        with pytest.raises(ConfigError, match="one method and one specification"):
+        with pytest.raises(ConfigError, match="the same method and specification"):
             a.merge(b)
     c = watched(method, "int8 per_channel(0)", torch.ones(4, 2))
     with pytest.raises(ShapeError, match=r"the groups changed.*\[4, 1\].*\[3, 1\]"):

@@ -149,7 +149,7 @@ def test_siblings_lend_what_they_saw(method):
 
 def test_siblings_lend_nothing_that_does_not_merge():
     model = fq.prepare(Experts(), "int8")
-    with pytest.raises(ConfigError, match=rf'^unseen="siblings" joins .* use one of {", ".join(MERGEABLE)}$'):
+    with pytest.raises(ConfigError, match=rf'^unseen="siblings" merges .* use one of {", ".join(MERGEABLE)}$'):
         fq.calibrate(model, [X], "moving_average", unseen="siblings")
     assert not any(quantizer.calibrated for quantizer in quantizers(model).values())
 
