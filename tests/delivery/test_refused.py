@@ -145,7 +145,7 @@ def test_models_in_float64(preset: str, format: str, tmp_path: Path) -> None:
 def test_signed_scales(spec: str, format: str, tmp_path: Path) -> None:
     config = spec if spec.startswith("gguf") else fq.Config("own", [fq.Rule("*", weight=spec)])
     text = refusal(fq.prepare(net(), config), tmp_path, format)
-    assert "programs take scales for positive, and these are signed; the nearest preset that it holds is " in text
+    assert "programs expect positive scales, but these have signs; the nearest preset that it holds is " in text
 
 
 class Tied(nn.Module):

@@ -127,7 +127,7 @@ def _element(spec: QuantSpec) -> Args | str:
     if not spec.arithmetic.is_linear:
         return f"files multiply codes by scales, and {spec.arithmetic} does not"
     if spec.scale.rounding is ScaleRounding.SIGNED:
-        return "programs take scales for positive, and these are signed"
+        return "programs expect positive scales, but these have signs"
     if getattr(spec, "offset", None) is not None:
         return "files have zero points among the codes, and no offsets in units of x"
     if format == _FORMATS.get(format.bits):
@@ -197,7 +197,7 @@ def _activation_args(config: TensorConfig, columns: int) -> Args | str:
     if whole == [2, 3] and width >= columns:
         args["strategy"] = "tensor"
     elif whole != [1, 1] or not config.dynamic or (columns % width and width < columns):
-        return "ranges of activations are fixed for the whole tensor, or dynamic of tensors, tokens or groups"
+        return "ranges of activations are fixed per tensor, or dynamic per tensor, token or group"
     else:
         args |= {"strategy": "token"} if width >= columns else {"strategy": "group", "group_size": width}
     own = _own_scales(spec, (6, columns // width)) if (args["num_bits"], width) == (4, 16) else None

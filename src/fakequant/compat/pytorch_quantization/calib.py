@@ -44,7 +44,7 @@ def percentile_amax(counts: np.ndarray, edges: np.ndarray, percentile: float) ->
 def mse_amax(
     counts: np.ndarray, edges: np.ndarray, num_bits: NumBits, unsigned: bool, *, stride: int = 1, start_bin: int = 128
 ) -> Tensor:
-    """The bin centre that gives the smallest mean squared error as amax; the first of equal centres.
+    """The bin centre that, as amax, gives the smallest mean squared error; of equal centres the first.
 
     Raises:
         ValueError: there are not more bins than start_bin.

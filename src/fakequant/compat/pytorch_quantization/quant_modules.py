@@ -45,7 +45,8 @@ class QuantModuleReplacementHelper:
 
         Args:
             float_module_list: names of layers that stay float, such as "Linear".
-            custom_map: (module, name in it, replacement) triples, instead of or besides the layers of torch.nn.
+            custom_map: further triples (module, name in it, replacement); a triple for a layer of torch.nn replaces its
+                default.
         """
         kept = set(float_module_list or ())
         chosen = [entry for entry in self.default_quant_map if entry.mod_name not in kept]

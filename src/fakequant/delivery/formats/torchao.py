@@ -198,7 +198,7 @@ def _class_of(spec: QuantSpec, shape: Sequence[int]) -> str:
         return str(error)
     whole = block[0] >= shape[0]
     if spec.scale.rounding is ScaleRounding.SIGNED:
-        return "programs take scales for positive, and these are signed"
+        return "programs expect positive scales, but these have signs"
     if not spec.arithmetic.is_linear or spec.offset is not None:
         return "files multiply codes by scales, without offsets in units of x"
     if len(shape) != 2 or any(size % by for size, by in zip(shape, block, strict=True)):
