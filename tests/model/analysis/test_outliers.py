@@ -31,7 +31,8 @@ def said(preset: str, x: Any, **how: Any) -> list[str]:
 @pytest.mark.parametrize("preset", ["int8", "int8_affine"])
 def test_it_is_said_once_with_the_worst_layer(preset: str) -> None:
     (line,) = said(preset, tokens(500, channel=3))
-    assert line.startswith(f"1 input of a linear layer has {SAID}, 0 ")
+    assert line.startswith(f"1 input of a linear layer has {SAID}, up to ")
+    assert " times the root mean square in 0: " in line
     assert '"int8_per_token" loses less' in line
 
 
