@@ -274,7 +274,7 @@ def test_nothing_is_tried_where_it_is_not_wanted(tmp_path: Path) -> None:
     model, batches = encoder()
     found = reported(model, batches, tmp_path, advise=False)
     assert (found["advice"], found["code"]) == (None, "")
-    assert "was not tried" in found["next"]
+    assert "No change was tried: advise=False" in found["next"]
 
 
 class Own(nn.Linear):
