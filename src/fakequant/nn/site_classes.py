@@ -187,6 +187,13 @@ def add_sites(module: nn.Module, sites: Sites) -> None:
     _change(module, _owner_class)
 
 
+def remove_sites(module: nn.Module) -> None:
+    """Undo `add_sites` for a module without parametrizations, whose calls stay hidden from an owner that calls it."""
+    del module._modules[SITES]
+    change_class(module, type(module).swapped_from[0])  # type: ignore[attr-defined]
+    shield(module)
+
+
 def shield(module: nn.Module) -> None:
     """Hide the function calls of a module from the owner that calls it, by changing its class in place."""
     _change(module, _shielded_class)

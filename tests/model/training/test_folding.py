@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -329,3 +330,65 @@ def test_frozen_normalisations_are_named() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), FrozenNorm(4))
     with pytest.warns(FusionWarning, match="a FrozenNorm does not train: call fuse_batch_norm before"):
         qat.fold_batch_norm(fq.prepare(model, "int8"), torch.randn(2, 3, 5, 5))
+
+
+class Gated(nn.Module):
+    """Its own functions have quantizers, and the results of both normalisations, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1, bias=False)
+        self.norm, self.other = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.b(F.hardswish(self.norm(self.a(x))) * x))
+
+
+def _ending() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Hardswish(), nn.Conv2d(6, 4, 1), nn.BatchNorm2d(4))
+
+
+def _with_activation() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 6, 3), NormAct(6, nn.Hardswish()), nn.Conv2d(6, 4, 1))
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "xnnpack", "qnn"])
+@pytest.mark.parametrize("make", [_ending, Gated, _with_activation])
+@pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
+def test_a_result_that_an_engine_quantizes_is_folded_with_its_quantizer(
+    make: Callable[[], nn.Module], target: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    net, x = make(), torch.randn(4, 4, 9, 9)
+    net.train()(x)
+    fused = fq.prepare(fq.fuse_batch_norm(copy.deepcopy(net).eval(), x), "int8_affine", x, target=target)
+    model = fq.prepare(net.eval(), "int8_affine", x, target=target)
+    with warnings.catch_warnings(action="error", category=FusionWarning):
+        qat.fold_batch_norm(model, x)
+    for own in (fused, model):
+        fq.calibrate(own, [x], progress=False)
+    assert all(one.name == path for path, one in fq.nn.quantizers(model).items())
+    assert torch.equal(model(x), fused(x))
+    model.train()(x).square().sum().backward()
+    before = model.eval()(x)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), before)
+    assert torch.equal(qat.merge_batch_norm(model)(x), before)
+    fresh = fq.fuse_batch_norm(make().eval(), x)
+    assert torch.equal(fq.load(fresh, fq.save(model, tmp_path / "merged"))(x), before)
+
+
+def test_a_normalisation_with_other_quantizers_stays_and_is_named() -> None:
+    class Squared(nn.BatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * input
+
+    model, x = nn.Sequential(nn.Conv2d(4, 4, 1), Squared(4)).eval(), torch.randn(2, 4, 3, 3)
+    fq.prepare(model, fq.presets.INT8.with_rule(fq.Rule("*", input="int8", ops="mul")), x)
+    with pytest.warns(FusionWarning, match=r"1 \(functions that it calls have quantizers; call fuse_batch_norm before"):
+        qat.fold_batch_norm(model, x)
+
+
+def test_a_layer_without_a_folded_form_is_named() -> None:
+    model, x = nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6)), torch.randn(2, 4, 3, 3)
+    with pytest.warns(FusionWarning, match="before it, a QuantConvTranspose2d, has no folded form; call fuse_"):
+        qat.fold_batch_norm(fq.prepare(model, "int8"), x)

@@ -23,7 +23,7 @@ from fakequant.errors import ConfigError, FusionWarning, warn_user
 from fakequant.model.placement import ends_in_product
 from fakequant.model.run.outputs import Distance, Place, named_tensors, record
 from fakequant.model.run.recorded import Neighbors, find_neighbors
-from fakequant.model.weights import evaluating, in_eval_mode
+from fakequant.model.weights import disabled, evaluating, in_eval_mode
 from fakequant.nn.quantized.folded import (
     FOLDABLE,
     NORMS,
@@ -37,6 +37,7 @@ from fakequant.nn.quantized.folded import (
 from fakequant.nn.quantized.forms import computed_class, output_channels
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import has_no_hooks
+from fakequant.nn.sites import Sites, sites_of
 from fakequant.restore import in_order, restore_after, restore_on_error, state_of, structure_of
 from fakequant.text import listed, module_name, table
 
@@ -281,10 +282,11 @@ def why_other(norm: nn.Module, axes: int) -> str | None:
                 shape = (3, len(own.running_mean), *[length] * (axes - 2))
                 spread = torch.linspace(-1, 1, prod(shape), dtype=torch.float64, device="cpu") ** 5 * 1e4
                 x = spread.to(own.running_mean).reshape(shape)
-                found = own(x.clone())
                 y = F.batch_norm(x, own.running_mean, own.running_var, own.weight, own.bias, eps=own.eps)
-                for module in own.children():
-                    y = module(y)
+                with disabled(own):  # quantizers have no ranges yet
+                    found = own(x.clone())
+                    for module in own.children():
+                        y = y if isinstance(module, Sites) else module(y)
             except Exception:  # the module's own code, which was not written for these numbers, raises any
                 return said
             same = isinstance(found, Tensor) and found.shape == y.shape
@@ -295,6 +297,8 @@ def why_other(norm: nn.Module, axes: int) -> str | None:
 
 def _why_norm_stays(norm: nn.Module, calls: int, axes: int) -> str | None:
     """The reason why a batch normalisation cannot be fused into any layer; None if it can."""
+    if sites_of(norm) is not None:
+        return "functions that it calls have quantizers"
     if why := why_other(norm, axes):
         return why
     if cast("nn.BatchNorm2d", norm).running_mean is None:

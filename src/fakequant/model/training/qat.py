@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -42,6 +43,7 @@ from fakequant.model.training.steps import freeze_batch_norm as freeze_batch_nor
 from fakequant.model.training.steps import learned_scales
 from fakequant.model.training.steps import set_scales as set_scales
 from fakequant.model.weights import disabled
+from fakequant.nn.paths import join
 from fakequant.nn.quantized.folded import (
     FOLDED_LAYERS,
     FOLDED_NORMS,
@@ -51,9 +53,10 @@ from fakequant.nn.quantized.folded import (
     is_batch_norm,
     norm_axes,
 )
-from fakequant.nn.quantizer import has_no_hooks
-from fakequant.nn.site_classes import set_class, unshielded_class
-from fakequant.nn.sites import OF_LAYERS
+from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.quantizer import has_no_hooks, quantizers
+from fakequant.nn.site_classes import remove_sites, set_class, unshielded_class
+from fakequant.nn.sites import OF_LAYERS, sites_of
 from fakequant.restore import attributes_of, restore_after, restore_on_error, structure_of
 from fakequant.text import module_name
 
@@ -130,6 +133,11 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
         for norm, path in found.fused.items():
             holder, _, name = norm.rpartition(".")
             layer, own = modules[path], cast("nn.Module", modules[holder]._modules[name])
+            if (sites := sites_of(own)) is not None:  # an engine quantizes the result, which is the layer's from now on
+                (quantizer,) = quantizers(sites).values()
+                quantizer.name = join(path, "_output_quantizer")
+                cast("Any", layer)._output_quantizer = quantizer
+                remove_sites(own)
             set_class(own, FOLDED_NORMS[_torch_class(own)])
             vars(own).update(layer=path, axes=norm_axes(layer))
             vars(layer)["_norm"] = (own, modules[holder], name)
@@ -172,6 +180,9 @@ def _why_norm_stays(norm: nn.Module, path: str, recording: Recording) -> str | N
         return f"a {type(norm).__name__} does not train: call fuse_batch_norm before fakequant.prepare"
     if _torch_class(norm) not in FOLDED_NORMS:
         return f"a {type(norm).__name__} has no folded form"
+    sites = sites_of(norm)
+    if sites is not None and ([*quantizers(sites)] != ["batch_norm_0.output"] or is_parametrized(norm)):
+        return "functions that it calls have quantizers; call fuse_batch_norm before fakequant.prepare"
     calls = recording.calls_of.get(path, [])
     if calls and (why := why_other(norm, len(recording.values[calls[0].inputs[0]].shape))):
         return why
@@ -194,6 +205,9 @@ def _why_layer_stays(
     path: str | None, modules: dict[str, nn.Module], shared: set[nn.Module], recording: Recording
 ) -> str | None:
     layer = None if path is None else modules.get(path)
+    if isinstance(layer, QuantizedLayer) and unshielded_class(layer) not in FOLDED_LAYERS:
+        kind = type(layer).__name__
+        return f"the layer before it, a {kind}, has no folded form; call fuse_batch_norm before fakequant.prepare"
     if path is None or layer is None or unshielded_class(layer) not in FOLDED_LAYERS:
         return "its input is not the output of a quantized convolution or linear layer"
     if recording.visits[path] != 1:
