@@ -229,8 +229,8 @@ STAY: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: decoder_with(lambda model: model.head.register_forward_hook(lambda *_: None)),
         "head computes its weight, or has hooks",
     ),
-    "a head that the run does not reach": (_Training, "this batch does not reach other.weight, which may belong"),
-    "a parameter that the run does not read": (_Unmasked, "this batch does not reach masked, which may belong"),
+    "a head that the run does not reach": (_Training, "this batch does not reach other.weight, which may read the"),
+    "a parameter that the run does not read": (_Unmasked, "this batch does not reach masked, which may read the"),
     "two kinds": (
         lambda: decoder_with(lambda model: setattr(model, "norm", nn.RMSNorm(WIDTH))),
         "some of its readers subtract the mean and others do not",
