@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fakequant as fq
+from fakequant.delivery.folder import FileNames
 from fakequant.errors import CheckpointError
 from tests.delivery.formats import test_bitsandbytes, test_modelopt
 from tests.support.language_models import language_model
@@ -186,3 +187,20 @@ def test_a_file_of_another_format_is_named(tmp_path: Path, name: str) -> None:
             continue
         with pytest.raises(CheckpointError, match=str(tmp_path)):
             read(write(tmp_path, tensors, config))
+
+
+def test_a_model_without_converted_names_is_searched_for_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search walks all modules: once for each tensor, it took 3 s for 128 layers."""
+    from transformers import conversion_mapping
+
+    searched: list[Any] = []
+    search = conversion_mapping.get_model_conversion_mapping
+    monkeypatch.setattr(
+        conversion_mapping,
+        "get_model_conversion_mapping",
+        lambda model, **options: searched.append(model) or search(model, **options),
+    )
+    model = language_model("llama", intermediate_size=64, **SMALL)
+    names = FileNames(model)
+    assert all([*names.split(name, tensor)] == [name] for name, tensor in model.state_dict().items())
+    assert len(searched) == 1

@@ -299,11 +299,14 @@ class FileNames:
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The pieces of a model's tensor by their names in files; codes and scales are split along a weight's axes."""
-        if self._model is None:
-            return {name: tensor}
-        from transformers.core_model_loading import revert_weight_conversion
+        found = {name: tensor}
+        if self._model is not None:
+            from transformers.core_model_loading import revert_weight_conversion
 
-        found = revert_weight_conversion(self._model, {name: tensor})  # type: ignore[arg-type]
+            converted = revert_weight_conversion(self._model, found)  # type: ignore[arg-type]
+            if converted is found:  # no name of this model is converted; to learn that takes a walk of all its modules
+                self._model = None
+            found = converted
         return {f"{self.prefix}{key}": piece for key, piece in found.items()}
 
     def joined(self, name: str, pieces: Mapping[str, Tensor], shape: Sequence[int], channels: int | None) -> Tensor:
