@@ -152,6 +152,15 @@ def test_what_does_not_help_is_not_done() -> None:
     assert {pair.note[:22] for pair in found.pairs} == {"the error would become"}
 
 
+def test_turns_together_stay_within_the_bound() -> None:
+    """The scale of a nearly dead channel does not make its bias, and so its activations, huge."""
+    model, x = chain(), images()
+    with torch.no_grad():
+        model[0].weight[0] *= 1e-12
+        model[2].weight[1] *= 1e-12
+    assert max(pair.factor for pair in equalize(model, x, TENSORS).pairs) == pytest.approx(256)
+
+
 def test_nothing_changes_after_an_error() -> None:
     model = chain()
     with unchanged(model), pytest.raises(KeyboardInterrupt):

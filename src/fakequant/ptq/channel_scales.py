@@ -330,7 +330,7 @@ def _groups(layer: nn.Module) -> int:
 _ROUNDS, _SETTLED = 20, 0.05
 """Pairs take turns, as a scale changes the next pair's ranges: up to 20 times, or until factors are within 5 % of 1."""
 _BOUND = 2.0**8
-"""The largest factor of one turn: a larger one would make the activations of nearly dead channels huge at once."""
+"""The largest factor of all turns: a larger one would make the activations of nearly dead channels huge."""
 
 
 @dataclass(frozen=True)
@@ -489,11 +489,13 @@ def _equalize(pairs: Sequence[_Pair]) -> dict[str, float]:
             made = weights[pair.maker].abs().flatten(1).amax(1)  # the largest magnitude of each channel's weights
             read = [along_inputs(weights[r], r).unsqueeze(-1).flatten(3).abs() for r in pair.readers]
             after = torch.stack([own.amax((1, 3)).flatten() for own in read]).amax(0)
-            factor = torch.where((made > 0) & (after > 0), (made / after).sqrt(), 1.0).clamp(1 / _BOUND, _BOUND)
+            known = factors.get(pair.row.layer, torch.ones_like(made))
+            factor = torch.where((made > 0) & (after > 0), (made / after).sqrt(), 1.0)
+            factor = (known * factor).clamp(1 / _BOUND, _BOUND) / known
             weights[pair.maker] = weights[pair.maker] / factor.view(-1, *(1 for _ in weights[pair.maker].shape[1:]))
             for reader in pair.readers:
                 weights[reader] = (along_inputs(weights[reader], reader) * of_inputs(factor, reader)).flatten(0, 1)
-            factors[pair.row.layer] = factors.get(pair.row.layer, torch.ones_like(factor)) * factor
+            factors[pair.row.layer] = known * factor
             furthest = max(furthest, float((factor - 1).abs().max()))
         if furthest <= _SETTLED:
             break
