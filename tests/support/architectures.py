@@ -14,7 +14,7 @@ from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.case import Case
 
 T = TypeVar("T")
-_LIBRARIES = {"tv": "torchvision", "hf": "transformers", "timm": "timm", "nn": "torch"}
+_LIBRARIES = {"tv": "torchvision", "hf": "transformers", "timm": "timm", "nn": "torch", "peft": "peft"}
 
 
 def each_architecture(usual: Container[str], names: Iterable[str] = ARCHITECTURES) -> Any:
