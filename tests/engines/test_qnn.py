@@ -535,3 +535,38 @@ def test_hooks_and_own_forwards_of_quantizers_are_called() -> None:
     quantizer.register_forward_hook(lambda *given: torch.zeros_like(given[2]))
     with torch.no_grad():
         assert torch.equal(model(x), model(x * 0))
+
+
+class Written(nn.Module):
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.change = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.change(self.a(x), x))
+
+
+@pytest.mark.parametrize("target", ["qnn", "xnnpack", "litert"])
+@pytest.mark.parametrize(
+    ("write", "change"),
+    [
+        (lambda y, x: y.clamp_(-1, 1), lambda y, x: y.clamp(-1, 1)),
+        (lambda y, x: F.hardswish(y, inplace=True), lambda y, x: F.hardswish(y)),
+        (lambda y, x: y.sub_(x), lambda y, x: y - x),
+        (lambda y, x: y.mul_(2), lambda y, x: y * 2),
+        (lambda y, x: (y + x).add_(1), lambda y, x: (y + x) + 1),
+    ],
+    ids=["clamp", "hardswish", "sub", "mul", "add"],
+)
+def test_a_model_may_write_to_a_result_of_the_device_while_it_trains(write: Any, change: Any, target: str) -> None:
+    found = []
+    for own in (write, change):
+        torch.manual_seed(0)
+        x = torch.randn(2, 4, 6, 6)
+        model = fq.prepare(Written(own).eval(), "int8_affine", x, target=target)
+        fq.calibrate(model, [x], progress=False)
+        fq.set_execution(model, target)
+        y = model(x)
+        y.square().sum().backward()
+        found.append([y, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))

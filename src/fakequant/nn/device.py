@@ -419,7 +419,7 @@ class _Straight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, simulated: Tensor, values: Tensor) -> Tensor:
-        return values
+        return values.clone()  # the model may write to it, which torch forbids for an input that is returned
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
