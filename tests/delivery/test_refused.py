@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import remove_parametrizations
 
 import fakequant as fq
 from fakequant.errors import ConfigError, ExportError
@@ -107,6 +110,41 @@ def test_activations(spec: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("preset", "nearest"), [("MXFP4", "NVFP4"), ("INT8_PER_TOKEN", "W8A8_DYNAMIC")])
 def test_the_nearest_preset_has_the_format_of_the_weight(preset: str, nearest: str, tmp_path: Path) -> None:
     assert refusal(prepared(preset), tmp_path).endswith(f"; the nearest preset that it holds is {nearest}")
+
+
+COMPUTED = (
+    "its weight is computed (weight_norm, pruning, a parametrization); make it a parameter first, for example by "
+)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("format", ["compressed-tensors", "torchao", "mlx"])
+@pytest.mark.parametrize(
+    ("change", "finish"),
+    [
+        (nn.utils.parametrizations.weight_norm, lambda x: remove_parametrizations(x, "weight")),
+        (nn.utils.parametrizations.orthogonal, lambda x: remove_parametrizations(x, "weight")),
+        (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+        (lambda x: prune.l1_unstructured(x, "weight", 0.5), lambda x: prune.remove(x, "weight")),
+    ],
+    ids=["weight_norm", "orthogonal", "hook", "pruned"],
+)
+def test_weights_that_are_computed(change: Any, finish: Any, format: str, tmp_path: Path) -> None:
+    preset, target = {
+        "compressed-tensors": ("int4_group32", "vllm"),
+        "torchao": ("int4_group32", "torchao"),
+        "mlx": ("mlx_4bit", "mlx"),
+    }[format]
+    models: list[Any] = [nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 128)) for _ in range(2)]
+    for one in models:
+        change(one[0])
+    with pytest.raises(ConfigError, match=re.escape(COMPUTED)):
+        fq.prepare(models[0], preset, target=target)
+    model = fq.prepare(models[1], preset)
+    fq.calibrate(model)
+    assert refusal(model, tmp_path, format).endswith(f"\n  0: {COMPUTED}prune.remove or remove_parametrizations")
+    finish(model[0])
+    assert fq.verify_delivery(fq.deliver(model, tmp_path / "new", format), model).passed
 
 
 def test_a_layer_is_counted_once(tmp_path: Path) -> None:

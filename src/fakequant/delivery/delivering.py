@@ -20,7 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model
-from fakequant.delivery.folder import CONFIG, FileNames, Folder, check_shard_size, replaced, sharded, written_in
+from fakequant.delivery.folder import (
+    CONFIG,
+    FileNames,
+    Folder,
+    check_shard_size,
+    replaced,
+    rounded_buffers,
+    sharded,
+    written_in,
+)
 from fakequant.delivery.format import (
     DeliveryFormat,
     Part,
@@ -49,6 +58,7 @@ from fakequant.model.state.snapshots import (
 from fakequant.model.state.weight_codes import QuantizedWeights
 from fakequant.model.weights import merged_layers, refuse_fixed_experts, spec_bits
 from fakequant.nn.paths import join, module_at
+from fakequant.nn.products import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, quantizers
 from fakequant.nn.ranges import GLOBAL_SCALE
@@ -145,6 +155,12 @@ def _own_reason(part: Part, state: QuantizedState, unfixed: Collection[str], *, 
             "improve. If read() made the model from a file, call read(path, dequantize=True), and quantize that model "
             "for this format"
         )
+    weight = Product.of(part.module, "", part.places["weight"].weight).parameter if part.weight else None
+    if part.weight and weight is None:
+        return (
+            "its weight is computed (weight_norm, pruning, a parametrization); make it a parameter first, for example "
+            "by prune.remove or remove_parametrizations"
+        )
     held = entry.quantizers if entry is not None else state.sites.owners[part.path].sites[part.call].quantizers
     if chosen := [one.by_value for one in held.values() if one.by_value is not None]:
         return f"its ranges follow {chosen[0].by}, but a file has a single range; calibrate without by="
@@ -159,8 +175,8 @@ def _own_reason(part: Part, state: QuantizedState, unfixed: Collection[str], *, 
     if left and with_ranges:
         return f"its {left[0]} has no range yet; call fakequant.calibrate(model, batches) before"
     dtypes = [scale.dtype for scale in scales.values() if scale is not None]
-    if part.weight:
-        dtypes.append(part.module.get_parameter(part.places["weight"].weight).dtype)
+    if weight is not None:
+        dtypes.append(weight.dtype)
     if torch.float64 in dtypes:
         return "it is in float64, whose scales files round to float32; convert it by model.float() before prepare"
     return None
@@ -413,6 +429,13 @@ def deliver(
         warn_user(
             f"{path} lacks {listed(left)} of {source}, such as layers for speculative decoding, which "
             f"{type(model).__name__} does not load; improve_folder copies these tensors"
+        )
+    if rounded := rounded_buffers(model):
+        dtypes = {str(model.get_buffer(name).dtype).removeprefix("torch.") for name in rounded}
+        warn_user(
+            f"{listed(rounded, 2)}: {'/'.join(sorted(dtypes))} here, and in no file; programs compute them anew in "
+            f"{str(next(iter(rounded.values()))).removeprefix('torch.')}, so that their outputs are not those of this "
+            "model. Load the float model by from_pretrained(dtype=...), and not by model.to(dtype), which rounds them"
         )
     return path
 

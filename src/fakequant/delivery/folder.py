@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError, ExportError, not_imported, shown
 from fakequant.model.state.snapshots import Content, Files, StoredTensors, TensorFile, read_folder, size_of
+from fakequant.nn.paths import join
 from fakequant.nn.quantized.forms import computed_class, own_class
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -239,19 +241,47 @@ def is_of_transformers(model: nn.Module) -> bool:
     return hasattr(model, "config_class")
 
 
+def _outline_of(model: nn.Module) -> nn.Module | None:
+    """The model that transformers makes by the configuration of a model, on the meta device; None for other models."""
+    if not type(model).__module__.startswith("transformers."):
+        return None
+    from transformers.initialization import no_init_weights
+
+    of: Any = model
+    with torch.device("meta"), no_init_weights():
+        return type(of)._from_config(deepcopy(of.config), dtype=of.dtype)  # which sets the dtype of the configuration
+
+
+def rounded_buffers(model: nn.Module) -> dict[str, torch.dtype]:
+    """The buffers that are in no file and have another dtype than transformers gives them, which is returned.
+
+    `model.half()` rounds the frequencies of rotary embeddings, and `from_pretrained(dtype=torch.float16)` does not.
+    """
+    made, found = _outline_of(model), dict[str, torch.dtype]()
+    held = dict(model.named_modules())
+    for path, module in () if made is None else made.named_modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            here, there = getattr(held.get(path), name, None), module._buffers[name]
+            if (
+                isinstance(here, Tensor)
+                and there is not None
+                and there.is_floating_point()
+                and here.dtype != there.dtype
+            ):
+                found[join(path, name)] = there.dtype
+    return found
+
+
 def replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """The reason for each layer that a folder cannot hold, because transformers makes another layer there, by path.
 
     Args:
         layers: the quantized layers, by path.
     """
-    if not type(model).__module__.startswith("transformers."):
+    made = _outline_of(model)
+    if made is None:
         return {}
-    from transformers.initialization import no_init_weights
-
-    cls: Any = type(model)
-    with torch.device("meta"), no_init_weights():
-        outline = dict(cls._from_config(model.config).named_modules())
+    cls, outline = type(model), dict(made.named_modules())
 
     def shape_of(layer: nn.Module | None) -> list[int]:
         weight = getattr(layer, "weight", None)

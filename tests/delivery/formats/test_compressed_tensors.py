@@ -238,6 +238,34 @@ def test_a_configuration_with_infinity_is_read(format: str, make: Any, tmp_path:
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.parametrize(("format", "file"), [("compressed-tensors", ""), ("torchao", ""), ("gguf", "model.gguf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_buffers_that_no_file_holds_are_named_where_they_are_rounded(
+    dtype: torch.dtype, format: str, file: str, tmp_path: Path
+) -> None:
+    preset = "gguf_q8_0" if file else fq.Config("own", [fq.Rule("*proj", weight="int4 per_block(-1:32)")])
+
+    def said(net: nn.Module, place: str) -> tuple[bool, str]:
+        model = prepared(preset, net)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            path = fq.deliver(model, tmp_path / place / file, format)
+        found = [str(one.message) for one in caught if "rounds them" in str(one.message)]
+        return torch.equal(logits(fq.read(path)), logits(model)), "".join(found)
+
+    name = str(dtype).removeprefix("torch.")
+    equal, text = said(llama().to(dtype), "moved")
+    assert not equal
+    assert text == (
+        f"model.rotary_emb.inv_freq, model.rotary_emb.original_inv_freq: {name} here, and in no file; programs compute "
+        "them anew in float32, so that their outputs are not those of this model. Load the float model by "
+        "from_pretrained(dtype=...), and not by model.to(dtype), which rounds them"
+    )
+    net: Any = llama()
+    net.save_pretrained(tmp_path / "float")
+    assert said(type(net).from_pretrained(tmp_path / "float", dtype=dtype), "loaded") == (True, "")
+
+
 def test_a_configuration_that_gives_a_layer_another_scheme_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     config = [fq.Rule("*proj", weight="int8 per_channel(0)"), fq.Rule("*experts", weight="int4 per_block(-1:32)")]
     monkeypatch.setattr(compressed_tensors, "_pattern", lambda bases: "re:.*")
