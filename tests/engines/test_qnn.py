@@ -570,3 +570,33 @@ def test_a_model_may_write_to_a_result_of_the_device_while_it_trains(write: Any,
         y.square().sum().backward()
         found.append([y, *(parameter.grad for parameter in model.parameters())])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("read", [F.relu, lambda y: y.mean((2, 3), keepdim=True), lambda y: y.flip(1)])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y[:, 0].fill_(3.0),
+        lambda y: y.view(2, 4, 36)[:, 0].fill_(3.0),
+        lambda y: y.detach()[:, 0].fill_(3.0),
+        lambda y: y.unbind(1)[0].fill_(3.0),
+    ],
+    ids=["rows", "view", "detach", "unbind"],
+)
+@pytest.mark.parametrize("target", ["qnn", "xnnpack", "litert"])
+def test_the_codes_of_a_result_end_where_a_view_of_it_is_written(target: str, write: Any, read: Any) -> None:
+    here, found = torch.tensor([True, False, False, False])[:, None, None], []
+    for own in (write, lambda y: y.masked_fill_(here, 3.0)):
+        torch.manual_seed(0)
+        x = torch.randn(2, 4, 6, 6)
+
+        def change(y: Tensor, x: Tensor, own: Any = own) -> Tensor:
+            y = y + x
+            own(y)
+            return read(y)
+
+        model = fq.prepare(Written(change).eval(), "int8_affine", x, target=target)
+        with torch.no_grad():
+            fq.calibrate(model, [x], progress=False)
+            found.append(fq.set_execution(model, target)(x))
+    assert torch.equal(*found)

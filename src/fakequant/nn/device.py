@@ -307,8 +307,10 @@ class DeviceTensor(Tensor):
     The values may be computed only when they are read; until then the tensor itself holds NaN.
     """
 
-    has: GridCodes | Computed | None = None
     device_of: Device
+    _has: GridCodes | Computed | None = None
+    _written: int = 0
+    """How often the values had been written to, also through views of them, when `has` was set."""
     late: Callable[[], Tensor] | None = None
     """The function that computes the values; None once they were read, or if they were there from the start."""
     read: Tensor | None = None
@@ -337,6 +339,21 @@ class DeviceTensor(Tensor):
         return made
 
     @property
+    def has(self) -> GridCodes | Computed | None:
+        """The codes, or a result that is not rounded yet; None if the values were written to since."""
+        return self._has if self._has is None or self._written == self._writes else None
+
+    @has.setter
+    def has(self, has: GridCodes | Computed | None) -> None:
+        self._has, self._written = has, self._writes
+
+    @property
+    def _writes(self) -> int:
+        values: Tensor = self if self.read is None else self.read
+        with torch._C.DisableTorchFunctionSubclass():
+            return 0 if values.is_inference() else values._version  # tensors of inference mode count no writes
+
+    @property
     def bare(self) -> Tensor:
         """A plain tensor of the same shape, dtype and torch device, whose values must not be read."""
         with torch._C.DisableTorchFunctionSubclass():  # torch sets hooks in it, with a lock that they would wait for
@@ -346,8 +363,10 @@ class DeviceTensor(Tensor):
     def known(self) -> Tensor:
         """The values as a plain tensor, computed now if they were not read before."""
         if self.late is not None:
+            has = self.has
             with torch.no_grad(), torch.autocast(self.bare.device.type, enabled=False):
                 self.read, self.late = self.late(), None
+            self.has = has
         return self.bare if self.read is None else self.read
 
     def as_subclass(self, cls: Any) -> Any:
