@@ -221,16 +221,70 @@ def test_silu_has_a_quantizer_for_its_sigmoid_where_codes_have_8_bits(inplace: b
         torch.testing.assert_close(y.grad, exact.grad, atol=0.01, rtol=0.0)
 
 
-@pytest.mark.parametrize(("ratio", "multiplier"), [(25741.031, 25740), (18020.059, 18020), (23502.285, 23502)])
-def test_multipliers_of_means_are_in_units_of_32767(ratio: float, multiplier: int) -> None:
-    """As the emulation showed for pools of 64 to 1,024 positions."""
-    sums = torch.arange(-20_000, 20_000, 7, dtype=torch.float64)
-    of_x, to = (
-        CodeGrid(torch.tensor(scale, dtype=torch.float64), 0, -(2**40), 2**40) for scale in (ratio / 2**15, 1.0)
-    )
-    found = qnn.mean(Operands((GridCodes(sums, of_x),), 64), to._replace(zero_point=90))
-    wanted = [(one * multiplier + (181 << 20)) >> 21 for one in sums.long().tolist()]
+@pytest.mark.parametrize(
+    ("shape", "window", "units", "first"),
+    [
+        ((1, 576, 3, 3), (1, 1, 3, 3), 32768, 0),
+        ((1, 197, 64), (1, 197, 1), 32768, 0),
+        ((1, 64, 3), (1, 1, 3), 32768, 0),
+        ((1, 64, 5), (1, 1, 5), 32767, 0),
+        ((2, 9, 64), (1, 9, 1), 32767, 0),
+        ((1, 64, 600), (1, 1, 600), 32767, 2),
+    ],
+)
+@pytest.mark.parametrize("ratio", [0.11163829, 0.5786311, 1.5786311])
+def test_means_are_shifts_of_integers(
+    shape: tuple[int, ...], window: tuple[int, ...], units: int, first: int, ratio: float
+) -> None:
+    summed, points, one = math.prod(window), (92, 90), torch.tensor(1.0, dtype=torch.float64)
+    scale = float(np.float32(ratio * summed))
+    sums = torch.arange(0, 255 * summed, max(summed // 50, 1), dtype=torch.float64)
+    of_x = CodeGrid(scale * one, points[0], 0, 255)
+    stored = GridCodes(sums - (summed - 1) * points[0], of_x)
+    found = qnn.mean(Operands((stored,), shape, window), CodeGrid(one, points[1], -(2**40), 2**40))
+    mantissa, exponent = math.frexp(float(np.float32(scale) / np.float32(summed)))
+    multiplier, shift = math.floor(mantissa * units + 0.5), 15 - exponent
+    if units == 32767 and ratio >= 0.5:
+        first = shift
+    constant = (points[1] << shift) + (1 << shift - 1 if first < shift else 0) - multiplier * summed * points[0]
+    wanted = [
+        ((one * multiplier + (1 << first >> 1) >> first) - (-constant >> first)) >> (shift - first)
+        for one in sums.long().tolist()
+    ]
     assert found.tolist() == wanted
+
+
+class Averaged(nn.Module):
+    """The mean over some axes."""
+
+    def __init__(self, *axes: int) -> None:
+        super().__init__()
+        self.axes = axes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mean(x, dim=self.axes)
+
+
+@pytest.mark.skipif(not INSTALLED, reason="onnxruntime-qnn is not installed; integers of Python are compared above")
+@pytest.mark.parametrize(
+    ("before", "axes", "shape"),
+    [
+        ([nn.Conv2d(3, 512, 1)], (2, 3), (1, 3, 3, 3)),
+        ([nn.Linear(16, 512)], (1,), (2, 3, 16)),
+    ],
+)
+def test_means_are_those_of_the_emulation(
+    before: list[nn.Module], axes: tuple[int, ...], shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    model = fq.prepare(nn.Sequential(*copy.deepcopy(before), Averaged(*axes)).eval(), "int8_affine", x, target="qnn")
+    fq.calibrate(model, [x], progress=False)
+    with torch.no_grad():
+        x = next(q for q in fq.nn.quantizers(model).values() if q.kind is fq.nn.Kind.INPUT)(x).clone()
+        found = codes(model, fq.set_execution(model, "qnn")(x))
+    fq.export_onnx(fq.set_execution(model, "simulate"), x, path := tmp_path / "model.onnx")
+    assert torch.equal(found, codes(model, emulated(path, x)))
 
 
 def test_sums_of_16_bits_have_an_even_constant() -> None:

@@ -244,12 +244,32 @@ def _function(function: Callable[[Tensor], Tensor], parts: Operands, result: Cod
 
 
 def mean(parts: Operands, result: CodeGrid) -> Tensor:
-    """The codes of a mean or a pool over all positions: the multiplier has 15 bits, in units of 1 / 32767.
+    """The codes of a mean or a pool over all positions, from a multiplier of 15 bits.
 
-    The ratio is the input's scale divided by the result's scale and by the number of elements. For ratios below 1/2,
-    1 of 160,000 codes differed, by 1.
+    The product of sum and multiplier, and the constant of both zero points, are rounded before they are added: the
+    product to the nearest, the constant up. The bits that they lose are those below 256 elements; all, if the ratio of
+    the input's scale over the result's and the elements is at least 1/2. Ratio and multiplier are float32 numbers. Of
+    850,000 codes of 1,700 pairs of scales 0 differ; of pools of 1,024 elements 2 of 1,280 that lie beside a half.
     """
-    return _mean(parts, result, 2**15 - 1)
+    (x,) = parts.tensors
+    one, half = np.float32(1), np.float32(0.5)
+    ratio = np.float32(float(x.grid.scale)) / np.float32(parts.summed) * (one / np.float32(float(result.scale)))
+    mantissa, exponent = np.frexp(ratio)
+    # HTP reads a batch, rows, columns and channels; ONNX Runtime moves the channels of pictures to the end. There are
+    # other functions where no row and no column is left, and for means of four channels or fewer: their multiplier has
+    # other units, and they round at the end alone.
+    places = (0, 2, 3, 1) if len(parts.shape) == 4 else range(-4, 0)
+    padded = [(1,) * (4 - len(axes)) + axes for axes in (parts.shape, parts.window)]
+    (_, *sizes), (_, *window) = ([axes[place] for place in places] for axes in padded)
+    is_small = window == [*sizes[:2], 1] or (window[1:] == [1, sizes[2]] and sizes[2] <= 4)
+    multiplier = float(np.floor(np.float32(mantissa) * np.float32(2**15 - (not is_small)) + half))
+    shift = 15 - int(exponent)
+    first = 0 if is_small else shift if ratio >= half else max(parts.summed.bit_length() - 8, 0)
+    of_zero = x.grid.zero_point * parts.summed
+    half_up = 2.0 ** (shift - 1) if first < shift else 0.0
+    constant = math.ceil((result.zero_point * 2.0**shift + half_up - multiplier * of_zero) / 2.0**first)
+    products = torch.floor(((x.codes.double() + of_zero) * multiplier) * 2.0**-first + 0.5)
+    return torch.floor((products + constant) * 2.0 ** (first - shift))
 
 
 def pool_of_16_bits(parts: Operands, result: CodeGrid) -> Tensor:

@@ -202,10 +202,22 @@ class Sums(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The coded tensors that a function reads; for a mean they hold sums of `summed` elements."""
+    """The coded tensors that a function reads; for a mean they hold sums of elements.
+
+    Attributes:
+        tensors: the tensors.
+        shape: for a mean, the shape of the tensor before the sums.
+        window: for a mean, the count of elements in a sum along each axis of `shape`.
+    """
 
     tensors: tuple[GridCodes, ...]
-    summed: int = 1
+    shape: tuple[int, ...] = ()
+    window: tuple[int, ...] = ()
+
+    @property
+    def summed(self) -> int:
+        """The count of elements in each sum."""
+        return math.prod(self.window)
 
     @property
     def is_wide(self) -> bool:
@@ -706,22 +718,29 @@ def _moved(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return type(values)(DeviceTensor.of(one, GridCodes(own, grid), x.device_of) for one, own in pairs)
 
 
-def _summed(name: str, args: Any, kwargs: Any, x: Tensor, result: Tensor) -> int:
-    """The count of elements in each mean of a pool or `mean`; 0 where the counts differ or windows overlap or pad."""
-    if not name.startswith("avg_pool"):
-        summed, rest = divmod(x.numel(), max(result.numel(), 1))
-        return 0 if rest or (name != "mean" and result[0, 0].numel() > 1) else summed  # windows of a pool overlap
-    named = dict(zip(("kernel_size", "stride", "padding", "ceil_mode"), args[1:], strict=False)) | kwargs
-    axes = int(name[-2])
+def _window(name: str, args: Any, kwargs: Any, x: Tensor, result: Tensor) -> tuple[int, ...]:
+    """The count of elements in each mean along each axis of x; () where the counts differ or windows overlap or pad."""
 
     def each(value: Any) -> tuple[int, ...]:
-        several = tuple(value) if isinstance(value, tuple | list) else (value,)
-        return several * axes if len(several) == 1 else several
+        return tuple(value) if isinstance(value, tuple | list) else (value,)
 
-    size = each(named["kernel_size"])
-    is_apart = each(named.get("stride") or size) == size and not any(each(named.get("padding", 0)))
+    if name == "mean":
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        axes = [axis % x.dim() for axis in (range(x.dim()) if dim is None else each(dim))]
+        return tuple(size if axis in axes else 1 for axis, size in enumerate(x.shape))
+    axes = int(name[-2])
+    others = (1,) * (x.dim() - axes)
+    if name.startswith("adaptive"):
+        return () if result[0, 0].numel() > 1 else (*others, *x.shape[-axes:])  # windows of a pool overlap
+    named = dict(zip(("kernel_size", "stride", "padding", "ceil_mode"), args[1:], strict=False)) | kwargs
+
+    def along(value: Any) -> tuple[int, ...]:
+        return each(value) * axes if len(each(value)) == 1 else each(value)
+
+    size = along(named["kernel_size"])
+    is_apart = along(named.get("stride") or size) == size and not any(each(named.get("padding", 0)))
     is_plain = not named.get("ceil_mode") and named.get("divisor_override") is None
-    return math.prod(size) if is_apart and is_plain else 0
+    return (*others, *size) if is_apart and is_plain else ()
 
 
 def _merged(device: Device, name: str, operands: Sequence[GridCodes]) -> Computed | None:
@@ -751,10 +770,11 @@ def _of_stored(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
         (x,) = tensors
         with torch.no_grad():
             means = func(x.has.codes.double(), *args[1:], **kwargs)
-        if not (summed := _summed(name, args, kwargs, x, means)):
+        window = _window(name, args, kwargs, x, means)
+        if not (window and math.prod(window)):
             return NotImplemented
-        sums = torch.round(means * summed).add_(x.has.grid.zero_point)
-        parts, shape = Operands((GridCodes(sums, x.has.grid),), summed), sums.shape
+        sums = torch.round(means * math.prod(window)).add_(x.has.grid.zero_point)
+        parts, shape = Operands((GridCodes(sums, x.has.grid),), tuple(x.shape), window), sums.shape
     else:
         shapes = {x.shape for x in tensors}
         shape = shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
