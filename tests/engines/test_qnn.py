@@ -637,8 +637,11 @@ def test_a_model_may_write_to_a_result_of_the_device_while_it_trains(write: Any,
     ],
     ids=["rows", "view", "detach", "unbind"],
 )
+@pytest.mark.parametrize("grads", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("target", ["qnn", "xnnpack", "litert"])
-def test_the_codes_of_a_result_end_where_a_view_of_it_is_written(target: str, write: Any, read: Any) -> None:
+def test_the_codes_of_a_result_end_where_a_view_of_it_is_written(
+    target: str, grads: Any, write: Any, read: Any
+) -> None:
     here, found = torch.tensor([True, False, False, False])[:, None, None], []
     for own in (write, lambda y: y.masked_fill_(here, 3.0)):
         torch.manual_seed(0)
@@ -650,7 +653,7 @@ def test_the_codes_of_a_result_end_where_a_view_of_it_is_written(target: str, wr
             return read(y)
 
         model = fq.prepare(Written(change).eval(), "int8_affine", x, target=target)
-        with torch.no_grad():
-            fq.calibrate(model, [x], progress=False)
+        fq.calibrate(model, [x], progress=False)
+        with grads():
             found.append(fq.set_execution(model, target)(x))
     assert torch.equal(*found)

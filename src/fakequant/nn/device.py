@@ -331,7 +331,7 @@ class DeviceTensor(Tensor):
     @classmethod
     def of(cls, values: Tensor, has: GridCodes | Computed, device: Device) -> DeviceTensor:
         """A tensor of values that carries its codes on the device; gradients flow through the values."""
-        made = values.as_subclass(DeviceTensor)
+        made = _counting_writes(values).as_subclass(DeviceTensor)
         made.has, made.device_of = has, device
         return made
 
@@ -363,7 +363,7 @@ class DeviceTensor(Tensor):
     def _writes(self) -> int:
         values: Tensor = self if self.read is None else self.read
         with torch._C.DisableTorchFunctionSubclass():
-            return 0 if values.is_inference() else values._version  # tensors of inference mode count no writes
+            return values._version
 
     @property
     def bare(self) -> Tensor:
@@ -376,8 +376,9 @@ class DeviceTensor(Tensor):
         """The values as a plain tensor, computed now if they were not read before."""
         if self.late is not None:
             has = self.has
-            with torch.no_grad(), torch.autocast(self.bare.device.type, enabled=False):
-                self.read, self.late = self.late(), None
+            no_autocast = torch.autocast(self.bare.device.type, enabled=False)
+            with torch.inference_mode(False), torch.no_grad(), no_autocast:
+                self.read, self.late = _counting_writes(self.late()), None
             self.has = has
         return self.bare if self.read is None else self.read
 
@@ -419,10 +420,16 @@ class DeviceTensor(Tensor):
                     x.has = None if known is None else known.has
                     if known is not None and known.late is not None:
                         x.late = known.late
-                elif known is not None and known.has is not None:
+                elif known is not None and known.has is not None and not x.is_inference():
                     return DeviceTensor.of(x, known.has, known.device_of)
                 return x
         return result
+
+
+def _counting_writes(values: Tensor) -> Tensor:
+    """The values as a tensor with a count of writes, which tensors of inference mode lack: a copy of these."""
+    with torch.inference_mode(False):
+        return values.clone() if values.is_inference() else values
 
 
 def _are_late(*tensors: Any) -> bool:
