@@ -674,6 +674,9 @@ def exceeds_float(spec: QuantSpec, shape: tuple[int, ...], bits: int = 32) -> bo
     return found.codes + found.scales > found.elements * bits
 
 
+_ONE_SCALE = "Rule(name, weight='int8') gives a layer one scale for all of its weights"
+
+
 def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool) -> list[str]:
     """Lines for a warning on weights that, with their scales, take many more bits than the preset's name says.
 
@@ -690,8 +693,7 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool)
     if too_small:
         shown = listed([module_name(path) for path in too_small], _NAMED_WIDE)
         notes.append(
-            f"weights stay in float where their scales would take more room than floats: {shown}; one scale for "
-            "all of a layer's weights takes less: Rule(name, weight='int8')"
+            f"weights stay in float where their scales would take more room than floats: {shown}; {_ONE_SCALE}"
         )
     weights = dict(found.values())
     total = bits_of_all(weights.values())
@@ -711,9 +713,11 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool)
         large = [path for path, own in weights.items() if own.scales > own.elements]
         large.sort(key=lambda path: weights[path].elements - weights[path].scales)
         shown = listed([f"{module_name(path)} ({weights[path].per_weight:.2f} bits)" for path in large], _NAMED_WIDE)
+        is_coarse = any(weights[path].codes < 8 * weights[path].elements for path in large)
+        cure = "rules={name: 'int8_weight_only'} gives them finer codes"
         notes.append(
             f"{bits}, where the codes have {total.codes / total.elements:.2f}; the scales of {shown} take most of "
-            "them. skip=[...] leaves such layers in float, rules={name: 'int8_weight_only'} gives them finer codes"
+            f"them. skip=[...] leaves such layers in float, {cure if is_coarse else _ONE_SCALE}"
         )
     return notes
 

@@ -257,3 +257,17 @@ def test_a_preset_whose_name_promises_fewer_bits_says_so(
     texts = [str(warning.message) for warning in found if "because" in str(warning.message)]
     assert len(texts) == bool(said)
     assert all(said in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("preset", "cure"),
+    [
+        ("int4_weight_only", "rules={name: 'int8_weight_only'} gives them finer codes"),
+        ("int8_weight_only", "Rule(name, weight='int8') gives a layer one scale for all of its weights"),
+        ("mlx_8bit", "Rule(name, weight='int8') gives a layer one scale for all of its weights"),
+    ],
+)
+def test_what_is_advised_against_large_scales_changes_the_layer(preset: str, cure: str) -> None:
+    layer = nn.Linear(8, 32) if "mlx" in preset else nn.Conv2d(32, 32, 3, groups=32)
+    with pytest.warns(CoverageWarning, match=re.escape(cure)):
+        fq.prepare(nn.Sequential(layer), preset)
