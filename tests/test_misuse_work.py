@@ -166,7 +166,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "stream to no format": (lambda p: stream(p, [X], format="ggfu"), r"unknown format 'ggfu'; did you mean gguf\?"),
     "stream a model in memory": (
         lambda p: fq.improve_folder(net(), p / "o", "int4_group32", [X]),
-        r"takes a folder, or a model whose parameters are all on the meta device with load=",
+        r"takes a folder; or a model with all parameters on the meta device, and load=",
     ),
     "a group without processes": (lambda _: fq.calibrate(ready(), [X], group=3), r"torch\.distributed is not initial"),
 }

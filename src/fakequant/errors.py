@@ -94,7 +94,7 @@ class RecipeError(FakeQuantError, ValueError):
 
 
 class CalibrationWarning(UserWarning):
-    """A calibration or a measurement may not be what the user expects, for example because layers stay in float."""
+    """A calibration or a measurement is perhaps not what the user expects, for example because layers stay in float."""
 
 
 class StaleScaleWarning(UserWarning):

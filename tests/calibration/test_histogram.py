@@ -567,7 +567,7 @@ def test_largest_of_equal_divergences():
     [("int16", {}, 4096), ("uint13", {}, 4096), ("int8", {"num_bins": 64}, 64), ("uint8", {"num_bins": 128}, 128)],
 )
 def test_more_codes_than_bins(name, options, bins):
-    with pytest.raises(ConfigError, match=f"{name} has more codes on a side than the histogram's {bins} bins; use the"):
+    with pytest.raises(ConfigError, match=f"{name} has more such codes than the {bins} bins; use the method mse"):
         EntropyCalibrator(name, **options)
 
 

@@ -75,10 +75,10 @@ def test_lifted_constants_are_inputs():
 @pytest.mark.parametrize(
     ("op_type", "inputs", "declared", "given", "message"),
     [
-        ("ReLU", [(-1, 4)], (2, 4), [(3, 4)], r"declares t1 as Float32 \[2, 4\], but made Float32 \[3, 4\]"),
+        ("ReLU", [(-1, 4)], (2, 4), [(3, 4)], r"declares t1 as Float32 \[2, 4\], but computes Float32 \[3, 4\]"),
         ("MatMul", [(-1, 4), (-1, 5)], (-1, 5), [(3, 4), (3, 5)], "cannot be multiplied"),
-        ("aten.erfinv.default", [(-1, 4)], (2, 4), [(3, 4)], "made Float32"),
-        ("Squeeze", [(-1, 4)], (-1, 4), [(1, 4)], r"made Float32 \[4\]"),
+        ("aten.erfinv.default", [(-1, 4)], (2, 4), [(3, 4)], "computes Float32"),
+        ("Squeeze", [(-1, 4)], (-1, 4), [(1, 4)], r"computes Float32 \[4\]"),
     ],
 )
 def test_what_only_a_run_can_tell_names_the_operation(op_type, inputs, declared, given, message):

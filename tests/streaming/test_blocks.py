@@ -77,10 +77,10 @@ HEAD = fq.Config("head", [fq.Rule("head", weight="int8 per_channel(0)")])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"model": of(shares)}, ConfigError, "blocks.1 gets another value of an earlier block"),
+        ({"model": of(shares)}, ConfigError, "argument of blocks.1, besides the hidden states, depends on"),
         ({"model": of(between)}, ConfigError, "blocks.1 does not get the output of blocks.0"),
         ({"model": of(in_order(0, 1, 2, 0, 1, 2))}, ConfigError, "calls its blocks in the order .0, 1, 2, 0, 1, 2."),
-        ({"model": of(number)}, ConfigError, "blocks.1 gets another value of an earlier block"),
+        ({"model": of(number)}, ConfigError, "argument of blocks.1, besides the hidden states, depends on"),
         ({"model": of(cache)}, ConfigError, "gets a dict, which may keep values"),
         ({"model": of(pair)}, ConfigError, "does not run with its blocks replaced, .*improve it in memory"),
         ({"model": of(in_order(2, 1, 0))}, ConfigError, "calls its blocks in the order .2, 1, 0."),

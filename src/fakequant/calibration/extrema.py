@@ -252,7 +252,7 @@ class ExtremaCalibrator(Calibrator):
             raise ConfigError(
                 f"{type(self).__name__}({self.spec}) cannot use what {type(other).__name__}({other.spec}) saw: it "
                 f"needs {', '.join(needed)}, and got {', '.join(kept) or 'nothing'}. Calibrate with the same "
-                "specification, and for percentile, entropy or mse by one of these three methods"
+                "specification; percentile, entropy and mse need a calibration by one of these three methods"
             )
         try:
             self.load_state_dict({name: kept[name] for name in needed} if kept else {})

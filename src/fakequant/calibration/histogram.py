@@ -390,7 +390,7 @@ class EntropyCalibrator(HistogramCalibrator):
     become one code of the format) are spread evenly over the bins of the cell that are not empty. The threshold with
     the smallest KL(P || Q) is taken; if several are equal, the largest. Bin 0 counts as much as its neighbour: it holds
     the exact zeros (of a ReLU, often half of the data), which have an exact code whatever the threshold is. Thresholds
-    are edges of bins. The lowest keeps as many bins that are not empty as the format has codes on a side: fewer bins
+    are edges of bins. The lowest keeps as many bins that are not empty as there are codes on one side of 0: fewer bins
     could each have a code, and Q would equal P whatever was clipped. Up to 512 thresholds are all tried (fewer for
     formats of more than 8 bits), of more every n-th and then the neighbours of the best. The search takes 2 to 5 ms for
     each group: about 10 s for a tensor with 4,000 channels.
@@ -400,7 +400,7 @@ class EntropyCalibrator(HistogramCalibrator):
         num_bins: see `HistogramCalibrator`.
 
     Raises:
-        ConfigError: a format with more codes on a side than there are bins.
+        ConfigError: the format has more codes on one side of 0 than there are bins.
 
     Source: Migacz, "8-bit inference with TensorRT", GTC 2017; the treatment of bin 0 and of equal divergences as in
     NVIDIA's pytorch-quantization.
@@ -419,8 +419,8 @@ class EntropyCalibrator(HistogramCalibrator):
         cells = _cells(self.spec.format, self._span, bins)
         if cells is None:
             raise ConfigError(
-                f"entropy compares a histogram with its cells, and {self.spec.format} has more codes on a side than "
-                f"the histogram's {bins} bins; use the method mse or percentile"
+                "the method entropy needs at least one bin of the histogram for each code on one side of 0, but "
+                f"{self.spec.format} has more such codes than the {bins} bins; use the method mse or percentile"
             )
         self._codes, self._midpoints = cells
         self._coarse = max(_FEWEST_COARSE, min(_COARSE_ENTROPY, _TABLE // self._codes))

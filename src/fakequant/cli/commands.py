@@ -416,7 +416,9 @@ def report(
     from fakequant.report import comparison_of, read_results, report_pair, write_report
 
     if compare is not None and second is not None:
-        raise typer.BadParameter("--compare is for the page of one run; leave the second run out")
+        raise typer.BadParameter(
+            "--compare adds a curve to the page of a single run; leave out --compare or the second run"
+        )
     if second is not None:
         page = report_pair(first, second, out)
     else:

@@ -207,7 +207,7 @@ class Job:
 
     @property
     def executor(self) -> str | None:
-        """The engine whose arithmetic measurements use; None without a target, or if layers multiply integers."""
+        """The engine that measurements simulate: the target; None without it, or if layers multiply integers."""
         return self.target if as_execution(self.execution) is Execution.SIMULATE else None
 
     def target_for(self, config: Config) -> str | None:

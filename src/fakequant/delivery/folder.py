@@ -273,10 +273,10 @@ def rounded_buffers(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The reason for each layer that a folder cannot hold, because transformers makes another layer there, by path.
+    """For each layer that a folder cannot hold, its path and the reason: transformers makes another layer there.
 
     Args:
-        layers: the quantized layers, by path.
+        layers: for each path, the quantized layer.
     """
     made = _outline_of(model)
     if made is None:

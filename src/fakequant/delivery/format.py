@@ -351,10 +351,10 @@ def without_quantizers(names: Iterable[str], quantizers: Iterable[str]) -> list[
 
 
 class Stored(NamedTuple):
-    """A tensor of a file: the field of a weight that it stores, its shape and dtype, and functions that convert it.
+    """A tensor of a file: which part of a weight it stores, its shape and dtype, and functions that convert the part.
 
-    A field is "codes", "scale" or "zero_point" of `WeightCodes`, or "values"; for quantized scales it is "scale_codes"
-    or "shared", the scale that multiplies the scales' codes.
+    The part, `field`, is "codes", "scale" or "zero_point" of `WeightCodes`, or "values" for a weight stored as
+    floats. A quantized scale has two parts: "scale_codes", and "shared", the scale that multiplies these codes.
     """
 
     field: str

@@ -77,7 +77,7 @@ class LayerTensors:
     Attributes:
         shape: the shape [out, in] of the weight.
         classes: the names of the layer's class and its bases; for experts, of the class of a single expert.
-        is_alone: whether the layer may have its own transform; a weight in a stack of weights may not.
+        is_alone: whether the layer can have a separate transform; a weight in a stack of weights cannot.
         experts: the number of experts in the tensor if the file has a whole stack as one tensor; else 0.
         inputs_first: whether a stack in the model has its axis of inputs before its axis of outputs.
         used: the names of the tensors that were read.

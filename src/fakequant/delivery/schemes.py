@@ -332,7 +332,7 @@ def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> 
 
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """The compiled pattern of a file; raises CheckpointError if nested repeats or many choices make it slow."""
+    """Compile a regular expression of a file; raises CheckpointError if nested repeats or many choices make it slow."""
     try:
         if len(pattern) > _LONG:
             raise CheckpointError(f"{len(pattern)} characters")
@@ -347,7 +347,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _choices(items: Any) -> int:
-    """How many choices the search for a parsed pattern has: a repeat without a small limit counts as three."""
+    """Estimate the choices in a parsed regular expression; an unlimited repeat is 3: it can end at many places."""
     count = 0
     for operator, argument in items:
         name, parts = str(operator), list[Any]()

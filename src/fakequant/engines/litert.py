@@ -25,8 +25,11 @@ def _multiplier(ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(x: Tensor, multiplier: Tensor, exponent: Tensor) -> Tensor:
-    """Compute x * multiplier * 2^(exponent - 31), rounded twice: the product over 2^31 to the nearest, then the rest of
-    the shift, a half away from 0."""
+    """Return x * multiplier * 2^(exponent - 31), rounded twice to the nearest.
+
+    The product is divided by 2^31, with ties up; then a negative exponent shifts it to the right, with ties away from
+    0. A positive exponent shifts x before the product.
+    """
     products = (x << exponent.clamp(min=0)) * multiplier
     nudge = torch.where(products >= 0, 1 << 30, 1 - (1 << 30))
     high, right = torch.div(products + nudge, 1 << 31, rounding_mode="trunc"), (-exponent).clamp(min=0)
@@ -49,7 +52,7 @@ def convolution(parts: Sums, result: CodeGrid) -> Tensor:
 
 
 def linear(parts: Sums, result: CodeGrid) -> Tensor:
-    """The codes that the reference kernels compute for a linear layer: rounded once, a half up."""
+    """The codes that the reference kernels compute for a linear layer: they round once, with ties up."""
     sums, ratio = _sums(parts, result)
     multiplier, exponent = _multiplier(ratio)
     right = 31 - exponent

@@ -360,7 +360,7 @@ class Traced:
 
     Attributes:
         target: the file to write.
-        active: the quantizers that will be in the file, by path.
+        active: for each path, the quantizer that will be in the file.
         program: the graph.
         sites: all quantizers of the graph.
         codes: fixed codes of weights, by the path of the quantizer, if quantizing would give other codes.
@@ -509,7 +509,7 @@ def _program(
 
 
 def active_quantizers(model: nn.Module) -> dict[str, Quantizer]:
-    """The quantizers that are not off, by path.
+    """For each path, the quantizer that is not off.
 
     Raises:
         ExportError: some are not calibrated; the message names them all.

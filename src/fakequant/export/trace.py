@@ -293,7 +293,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynam
 
 
 def module_path(model: nn.Module, path: str) -> str:
-    """Return the path of a module that torch names by an expression, as in `for layer in self.layers[1:]`.
+    """Return the path in the model for torch's path with a slice, as from `for layer in self.layers[1:]`.
 
     >>> module_path(nn.Sequential(nn.ModuleList([nn.ReLU(), nn.ReLU(), nn.ReLU()])), "0.slice(1, None, None).1")
     '0.2'

@@ -42,8 +42,8 @@ class FakeQuantConfig(QuantizationConfigMixin):
     """The `quantization_config` of a quantized model in `config.json`.
 
     Args:
-        layers: the manifest entry of every quantized layer, by path.
-        tensors: dtype and shape of every tensor of a quantizer, by path.
+        layers: for the path of every quantized layer, its entry in the manifest.
+        tensors: for the path of every tensor of a quantizer, its dtype and shape.
         sites: the manifest entries of the functions that have quantizers.
         stale: the paths of quantizers whose scales were made for other weights, for a warning.
         quant_method: "fakequant".

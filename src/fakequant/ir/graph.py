@@ -443,7 +443,7 @@ def _wrong_names(kind: str, names: Sequence[object]) -> Iterator[str]:
 
 
 class _Checked(fx.Interpreter):
-    """Runs a module node by node; errors name the operation that fails or makes another type than it declares."""
+    """Runs a module node by node; errors name the operation that fails, or has another type than declared."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -462,7 +462,7 @@ class _Checked(fx.Interpreter):
                 found = type_of(made)
                 fits = found.type is declared.type and declared.shape.matches(found.shape)
                 if not fits and declared.type is not IRType.Missing:
-                    raise GraphError(f"declares t{id} as {declared}, but made {None if made is None else found}")
+                    raise GraphError(f"declares t{id} as {declared}, but computes {None if made is None else found}")
         except Exception as error:  # whatever an operation raises; what the reader needs is which it was
             what = f"{op} of {op.origin}" if op.origin else str(op)
             reason = (str(error) or type(error).__name__).splitlines()[0]

@@ -566,7 +566,7 @@ def fix_global_scales(
 
 
 def _under_global_scales(model: nn.Module) -> dict[str, Quantizer]:
-    """The quantizers of dynamic inputs whose block scales are multiplied by one per-tensor scale, by path."""
+    """For each path, the quantizer of a dynamic input whose block scales are multiplied by a per-tensor scale."""
     return {
         name: one
         for name, one in quantizers(model).items()

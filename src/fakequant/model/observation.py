@@ -272,7 +272,7 @@ class Vanishing:
     It stores the largest value of each argument of a function, and of each channel of the model's inputs, over batches.
 
     Args:
-        inputs: the input quantizers that get a range, by path.
+        inputs: for each path, the input quantizer that gets a range.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Quantizer]) -> None:

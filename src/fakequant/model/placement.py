@@ -289,7 +289,7 @@ class _Planner:
                 self.readers.setdefault(value, []).append(path)
 
     def place(self) -> Placement:
-        """The quantizers of all candidates and layers."""
+        """Decide which functions and layers get which quantizers."""
         without = list[str]()
         for path, rule in self.layers.items():
             calls = self.flow.of_owner.get(path, [])

@@ -304,10 +304,11 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
 
 
 def give_range(weight: Product, range: Range, method: str | None = None) -> None:
-    """Set the range of a weight's quantizer. A weight of zeros gets no range: its scale is computed in each call.
+    """Set the range of a weight's quantizer.
 
-    With a fixed scale training could not move zeros. Channels and groups of zeros, such as the padding row of a table,
-    pruned channels, or a part that starts at zero, get the range of others, see `fill_empty_groups`.
+    If all values of the weight are 0, no range is set: the scale is computed in each call, so that it fits the values
+    that training will give the weight. If only some channels or groups are 0, such as the padding row of a table or
+    pruned channels, they get the range of the others, see `fill_empty_groups`.
 
     Args:
         method: the method that computed the range, see `is_searched`.

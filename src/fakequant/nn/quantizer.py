@@ -999,9 +999,9 @@ class Quantizer(QuantizerPart):
         if self._weight_pending:
             if type(x) is not nn.Parameter or x.is_meta:
                 raise ConfigError(
-                    f"the codes of {self.name or self} were fixed, but its weight is computed, sharded or without "
-                    "values; make it a parameter first, as by prune.remove or remove_parametrizations, or call "
-                    "release_codes() on the quantizer"
+                    f"the quantizer {self.name or self} has fixed codes, but its weight is computed, sharded or on "
+                    "the meta device, and cannot take them; make the weight a parameter first, as by prune.remove or "
+                    "remove_parametrizations, or call release_codes() on the quantizer"
                 )
             self._check_codes(self._stored(), x)
             self._give(x, self._values(x.dtype))
@@ -1064,8 +1064,8 @@ class Quantizer(QuantizerPart):
             return None
         if self._weight_pending:
             raise ConfigError(
-                f"the codes of {self.name or self} were fixed without their weight; call the model once, or give the "
-                "weight to fix_codes, before it is compiled or transformed"
+                f"the quantizer {self.name or self} has fixed codes that are not in its weight yet; call the model "
+                "once, or give the weight to fix_codes, before the model is compiled or transformed"
             )
         if is_sharded(x):
             raise ConfigError(

@@ -86,8 +86,8 @@ def known_parts(name: str, spec: QuantSpec, x: Any, *, observed: bool) -> Tensor
 def check_parts(name: str, spec: QuantSpec, x: Any, axes: Iterable[int]) -> None:
     """Raise ConfigError if a DTensor cannot be quantized part by part along the axes of its mesh.
 
-    A border between processes may not cut a block, and DTensors must support the rounding and format. The tensor may be
-    on the meta device.
+    A border between processes must not cut a block, and DTensors must support the rounding and format. The tensor can
+    be on the meta device.
     """
     if spec.rounding is Rounding.STOCHASTIC or isinstance(spec.format, TableFormat):
         raise ConfigError(

@@ -297,7 +297,7 @@ def is_operand(value: object) -> bool:
 
 
 def _first(args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The argument that an in-place function overwrites; it may not be an operand, as in `addmm_`."""
+    """The argument that an in-place function overwrites; it is not always an operand, as in `addmm_`."""
     return args[0] if args else kwargs.get("input", kwargs.get("self"))
 
 

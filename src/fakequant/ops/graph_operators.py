@@ -186,17 +186,19 @@ class DecomposedInTransforms(Decomposed):
 def apply_in_transforms(x: Tensor, text: str, *tensors: Tensor | None) -> Tensor:
     """Call `DecomposedInTransforms` with a specification as text, for compiled function transforms.
 
-    A compiler that traces `torch.func.grad` differentiates the forward of an autograd function, which gave 0
-    everywhere; it does not look into this function, so that the transform uses the autograd function.
+    A compiler that traces `torch.func.grad` ignores the backward of an autograd function: it differentiates the
+    forward, and all gradients were 0. It does not trace into `apply_in_transforms` (see `keep_whole`), so that
+    `torch.func.grad` calls the backward.
     """
     y: Tensor = DecomposedInTransforms.apply(x, *tensors, QuantSpec.parse(text))
     return y
 
 
 def keep_whole() -> None:
-    """Tell the compiler not to look into `apply_in_transforms`; the compiler runs this while it traces the call.
+    """Tell the compiler not to trace into `apply_in_transforms`.
 
-    At import this would import the compiler, which takes 3 s.
+    The compiler calls this function while it traces. A call at the import of this module would import the compiler,
+    which takes 3 s.
     """
     torch._dynamo.allow_in_graph(apply_in_transforms)
 
@@ -407,7 +409,7 @@ def quantize_as_node(
 
 
 def text_of(spec: QuantSpec) -> str:
-    """The text of a specification: `to_text()`, which a compiler may not run, or `str(spec)` if it suffices there."""
+    """`spec.to_text()`; in torch.compile, whose dynamic mode cannot trace it, `str(spec)` if the format is known."""
     text = str(spec)
     is_known = torch.compiler.is_compiling() and QuantSpec.parse(text).format is spec.format
     return text if is_known else spec.to_text()

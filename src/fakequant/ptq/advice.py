@@ -141,11 +141,13 @@ class SearchOrder:
     """The search for the smallest model that meets a floor.
 
     Args:
+        sizes: the presets by the size of their models, smallest first.
+        floor: the lowest score that a model must reach.
         static: the presets that need calibration for the ranges of inputs.
         has_metric: whether the score is the user's metric, for which limits in dB mean nothing.
 
     Attributes:
-        met: the index of the smallest size that meets the floor; the number of sizes if none does.
+        met: the index in `sizes` of the smallest size whose model meets the floor; `len(sizes)` if none does.
     """
 
     sizes: Sequence[SizeClass]

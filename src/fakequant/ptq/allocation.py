@@ -578,7 +578,7 @@ def _parameter(layer: nn.Module) -> nn.Parameter | None:
 
 
 def _left(model: nn.Module, reached: Sequence[str], recording: Recording) -> dict[str, str]:
-    """The reason for each layer that has a weight with two or more axes but no scores, by path."""
+    """For the path of each layer without scores whose weight has two or more axes: why it has no scores."""
     matrices = {
         name: module
         for name, module in model.named_modules()

@@ -74,7 +74,7 @@ _MOST = 0.5
 
 
 def static_inputs(model: nn.Module) -> dict[str, Quantizer]:
-    """The input quantizers that are on and whose ranges come from calibration, by path."""
+    """For each path, the input quantizer that is on and whose range comes from calibration."""
     return {
         name: one
         for name, one in quantizers(model).items()
@@ -157,7 +157,7 @@ class Provenance:
 
     @property
     def relatives(self) -> list[Config]:
-        """Other presets with as many bits: those with the same weights first, then all `rivals` of these."""
+        """Other presets with the same numbers of bits: those with the same weights, then all `rivals` of these."""
         own = self.preset.layer_rules[0]
         rules = {one: rule for one in presets().values() if _bits(rule := one.layer_rules[0]) == _bits(own)}
         same = [one for one, rule in rules.items() if rule.weight == own.weight and rule.input != own.input]
@@ -282,17 +282,23 @@ USUAL = AdviceContext()
 def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USUAL) -> NextStep | None:
     """Try changes that may lower the error of a model's output or its size; afterwards, the model is restored.
 
-    Where little is lost, only fewer bits for a large layer and folding are tried. Else changes are tried in this order:
-    the methods of calibration and presets of as many bits; where the error is not halved by then, `improve` by "fast"
-    and the worst layers in float; where nothing helps, batch normalisations that engines fold. At most four
-    batches make the changes, and at most four judge. For a comparison on the same data, static ranges are first
-    calibrated anew, by the method that made them, on the batches that make the changes; this calibration serves all
-    methods. Each change costs a run of the batches that judge, a preset also a run of the others, and `improve` its
-    usual time. A change that lowers the error is made again with the batches exchanged, and helps if it lowers the
-    error there, too. With the presets of the package there are at most twelve changes, for any number of layers.
+    The changes are tried in this order; a model that lost little gets only 1 and 4:
+
+    1. A large layer gets fewer bits, unless the error has half of the output's energy or more. If that helps, no
+       other change is tried.
+    2. Other methods of calibration, and other presets with the same numbers of bits.
+    3. If these do not halve the error: `improve` with the steps "fast", and each of the worst layers in float.
+    4. If nothing helped: batch normalisations are folded, as engines fold them.
+
+    Up to four batches make the changes, for example by a calibration, and up to four others measure the errors. If a
+    change of 2 or 3 lowers the error, both parts exchange their roles, and it must lower the error again. Unless
+    the model lost little, static ranges are first calibrated again, by the method that made them, on the batches that
+    make changes: then errors differ by the change, not by the data. A change costs a run of the batches that measure;
+    a preset also costs a run of the others, and `improve` its usual time. The presets of the package give at most
+    twelve changes, for any number of layers.
 
     Args:
-        batches: numbered from 0. Of the first eight every second one judges changes, and the others make them.
+        batches: numbered from 0. Of the first eight, those with odd numbers measure, and the others make the changes.
 
     Returns:
         The changes that were tried; None if the model returns no floats that could have an error.
@@ -405,7 +411,7 @@ class _Changes:
                 )
 
     def of_presets(self) -> Iterator[Change]:
-        """Changes to another preset with as many bits that the target is known to run."""
+        """Changes to another preset with the same numbers of bits, if the target is known to run it."""
         own = self.made_by
         for preset in own.relatives if own and self.fresh else []:
 

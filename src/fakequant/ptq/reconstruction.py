@@ -95,7 +95,7 @@ class LearnedWeight:
         return library.fake_quantize(x, params, self.spec)
 
     def params(self) -> QParams:
-        """The quantizer's parameters times the learned factors; its present parameters if all factors are 1."""
+        """The parameters for the range times the learned factors; if all factors are 1, those of the quantizer."""
         factor = self.factor.detach()
         if bool((factor == 1).all()):
             return self._params

@@ -325,7 +325,7 @@ class Tried:
         metric: the user's metric, measured if the change lowers the error; None otherwise.
         failed: why there are no figures; "" if there are.
         helps: whether the change reaches its aim, and does not lower the metric.
-        by_chance: whether the error falls, but not with the batches exchanged, or on no more rows than by chance.
+        by_chance: whether the error falls only by chance: not for other batches, or on too few rows of the output.
     """
 
     what: str
@@ -375,8 +375,8 @@ class _Side:
 class ChangeTrials:
     """Makes changes of a quantized model one after the other, measures each, and takes it back.
 
-    A change costs one run of the judging batches, besides its own work. A change that lowers the error is made again
-    with the batches exchanged: ranges may fit the largest values of some batches by chance.
+    A change costs one run of the judging batches, besides its own work. If it lowers the error, it is made again with
+    the judging batches and judged by the others: ranges may fit the largest values of some batches by chance.
 
     Args:
         model: a quantized model, which is restored after each change, also after an error or an interrupt.
@@ -450,7 +450,7 @@ class ChangeTrials:
         return _Side(made, outputs, before, outputs.errors_of(self._model))
 
     def _is_sure(self, change: Change, side: _Side, after: Tensor) -> bool:
-        """Whether a change lowers the error of more rows than chance would, also with the batches exchanged."""
+        """Whether a change lowers the error of more rows than by chance, also if both parts exchange their roles."""
         before = side.errors.rows
         if self._is_apart:
             if self._second is None:

@@ -124,7 +124,7 @@ class Calls(NamedTuple):
 
     Attributes:
         of_blocks: for each block its calls by the number of the batch, with the hidden states before the first block.
-        before: the modules that run before the first block, by path.
+        before: the paths of the modules that run before the first block.
         as_tuple: whether the model takes the output of a block as the first item of a tuple.
         place: the place of the hidden states among the arguments of a block.
     """
@@ -180,7 +180,8 @@ def calls_of(model: nn.Module, blocks: Sequence[str], batches: KeptBatches, *, t
     for path, one, own in zip(blocks, found, recorder.found, strict=True):
         if not _same((one.args, one.kwargs), (own[first].args, own[first].kwargs)):
             raise ConfigError(
-                f"{path} gets another value of an earlier block than the hidden states; improve the model in memory"
+                f"an argument of {path}, besides the hidden states, depends on an earlier block; improve the model in "
+                "memory"
             )
         for value in (*one.args, *one.kwargs.values()):
             _check_plain(path, value)

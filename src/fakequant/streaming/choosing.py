@@ -72,8 +72,8 @@ class ModelSource:
         if isinstance(source, nn.Module):
             if load is None or not all(parameter.is_meta for parameter in source.parameters()):
                 raise ConfigError(
-                    "improve_folder takes a folder, or a model whose parameters are all on the meta device with load=, "
-                    "which gives the tensors of a block; improve a model that is in memory by fakequant.ptq.improve"
+                    "improve_folder takes a folder; or a model with all parameters on the meta device, and load=, a "
+                    "function that returns the tensors of a block; improve a model in memory by fakequant.ptq.improve"
                 )
             return cls(source, load, device)
         model, load, files = _opened(Path(source), copies)

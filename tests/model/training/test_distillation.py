@@ -113,7 +113,7 @@ def test_logits_are_found_beside_the_models_own_loss(kind: Any) -> None:
     ("change", "message"),
     [
         ({"teacher": "slef"}, 'the teacher must be a module, or "self"'),
-        ({"keep": True}, "its weights move; give a float model"),
+        ({"keep": True}, "this teacher changes in training; give a float model"),
         ({"weight": 0.0}, r"weight=0.0\): must be above 0"),
         ({"temperature": 0.0}, r"temperature=0.0\): must be positive"),
         ({"features": "0"}, r"give a tuple, such as \('0',\)"),

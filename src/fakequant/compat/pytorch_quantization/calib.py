@@ -80,9 +80,9 @@ def mse_amax(
 def _nearly_least(errors: Callable[[np.ndarray], np.ndarray], amax: np.ndarray, second: float) -> np.ndarray:
     """The indices of thresholds whose error may be the smallest, in rising order, from the errors of a few thresholds.
 
-    The error in real numbers, less the mean of w x**2 and divided by amax**2, is the smallest of functions that are
-    linear in 1 / amax, one for every way to round. It is therefore concave in 1 / amax, and two errors bound all errors
-    between them from below: thresholds between two others are computed only if this bound does not exclude them.
+    In real numbers, (error - mean of w x**2) / amax**2 is the smallest of functions that are linear in 1 / amax, one
+    for every way to round. It is therefore concave in 1 / amax, and two errors bound all errors between them from
+    below: thresholds between two others are computed only if this bound does not exclude them.
 
     Args:
         errors: a function from indices of thresholds to the means of w (x - y)**2, as float32 sums them.
@@ -109,7 +109,7 @@ def _lowest_between(at_a: np.ndarray, at_b: np.ndarray, a: np.ndarray, b: np.nda
     """A lower bound of the errors of all thresholds between a and b, on the chord between their errors."""
 
     def at_least(error: np.ndarray) -> np.ndarray:
-        """The error, less the largest change that rounding of float32 sums can make."""
+        """The error minus the largest change that rounding of float32 sums can make."""
         return np.maximum(np.sqrt(np.maximum(error, 0.0)) - _MOVED * second**0.5, 0.0) ** 2
 
     at_a, at_b = at_least(at_a * (1 - _SUMMED)), at_least(at_b * (1 - _SUMMED))
@@ -219,7 +219,7 @@ class _Divergence:
         return float(np.where(p > 0, terms, 0.0).sum())
 
     def _starts(self, kept: np.ndarray) -> np.ndarray:
-        """The first bin of every cell, then the number of kept bins [kept, cells + 1]."""
+        """For each number of kept bins: the first bin of every cell, then this number: [len(kept), cells + 1]."""
         starts = np.ceil(np.arange(self.cells + 1) * (kept / self.cells)[:, None]).astype(np.int64)
         starts[:, -1] = kept
         return starts
@@ -578,7 +578,7 @@ def calibrate_weights(
         model: modules with a `weight` and a `weight_quantizer` are calibrated, without their calibrators.
         method: "max", "percentile" or "mse".
         perchannel: one amax per output channel; otherwise one per weight.
-        percentile: how many of 100 magnitudes may not be clipped.
+        percentile: the percentage of magnitudes that must not be clipped.
         num_bins: bins of the histograms of magnitudes, from 0 to the largest.
 
     Raises:

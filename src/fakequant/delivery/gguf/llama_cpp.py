@@ -40,7 +40,7 @@ def is_there() -> bool:
 
 @cache
 def bindings() -> Any:
-    """The module of the bindings, whose library prints nothing; `is_there` must hold."""
+    """The module llama_cpp.llama_cpp, after llama.cpp's log is turned off; call it only if `is_there()`."""
     if find_spec("llama_cpp") is None:
         # The package's __init__ imports more than its bindings need.
         spec = ModuleSpec("llama_cpp", None, is_package=True)

@@ -158,7 +158,7 @@ class Recording:
         values: the values by number.
         parameters: the values of parameters, by every name.
         threads: the paths of modules that are called in other threads.
-        visits: how often every module was called, by path.
+        visits: for the path of every module, how often it was called.
         outputs: the values that the model returns.
         kept: the values of tensors that are still in memory when the run ends.
         buffers: the values of buffers.

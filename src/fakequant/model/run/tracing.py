@@ -227,9 +227,10 @@ def example_named(model: nn.Module, arguments: Arguments) -> Iterator[None]:
 
 
 def separate(example: Any) -> Any:
-    """A copy of an example that shares its memory: torch.export marks axes on the tensors that it gets.
+    """The example with new tensor objects, because torch.export marks axes on the tensors that it gets.
 
-    A tensor that occurs twice becomes two tensors, because torch.export would make one input of both.
+    The new tensors share the memory of the old. Only a tensor that occurs a second time is copied, because
+    torch.export would make one input of both.
     """
     seen: set[int] = set()
 

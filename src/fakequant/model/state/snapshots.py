@@ -114,7 +114,7 @@ class QuantizedState(Plan):
         tensors: parameters and buffers by their name in the state dict, without tied names.
         weights: the quantized weights as codes, by the name of the parameter. In a snapshot of a model a weight is made
             anew at each access: use it before you read the next weight, and before the model changes.
-        layers: the quantizers of each layer, by path.
+        layers: for the path of each layer, its quantizers.
         sites: the quantizers of functions that a `forward` calls.
         shared: for a further name of a tied tensor, its name in `tensors` or `weights`.
         versions: the versions (`_version`) of modules, by path, if they are not 1; None if they are not known.

@@ -86,7 +86,9 @@ class Distillation:
         if not self.temperature > 0:
             raise ConfigError(f"Distillation(temperature={self.temperature}): must be positive")
         if self.keep and self.teacher == "self":
-            raise ConfigError('Distillation("self", keep=True): its weights move; give a float model as the teacher')
+            raise ConfigError(
+                'Distillation("self", keep=True): this teacher changes in training; give a float model as the teacher'
+            )
         TokenMask(self.mask)
         if isinstance(self.features, str):
             raise ConfigError(f"Distillation(features={self.features!r}): give a tuple, such as ({self.features!r},)")

@@ -263,7 +263,7 @@ def is_norm(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def why_other(norm: nn.Module, axes: int) -> str | None:
-    """Why a module may not be a batch normalisation followed by its submodules; None if it is.
+    """Why a module is perhaps not a batch normalisation followed by its submodules; None if it surely is.
 
     Classes of other libraries are tried with numbers, on a copy: timm's `BatchNormAct2d` has an activation, and
     torchvision's `FrozenBatchNorm2d` is not a batch normalisation of torch.
@@ -340,7 +340,11 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Non
 
 
 def left_text(found: Fusions, done: str) -> str:
-    """A line that counts batch normalisations that are `done`, such as "fused", and names the others with reasons."""
+    """A line with the number of folded batch normalisations, and the names of the others with reasons.
+
+    Args:
+        done: the word for "folded" in the line, such as "fused".
+    """
     reasons: dict[str, list[str]] = {}
     for name, why in found.left.items():
         reasons.setdefault(why, []).append(module_name(name))

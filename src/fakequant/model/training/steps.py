@@ -377,10 +377,10 @@ class Training:
         return (1 - self._distillation.weight) * value + self._distillation.weight * distance
 
     def end(self, *, finish: bool = True) -> None:
-        """End the training: the model is put in eval mode, and the function `finish` is called with it.
+        """End the training: put the model in eval mode, and call `self.finish` with it.
 
         Args:
-            finish: whether this process calls the function.
+            finish: whether this process calls `self.finish`, if there is one.
         """
         if self._watch is None:
             return

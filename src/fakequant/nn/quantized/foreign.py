@@ -207,7 +207,7 @@ _VISIBLE = ("batched_mm", "grouped_mm")
 
 
 class _Seen:
-    """Stands in for the experts in functions of transformers, with quantized weights and activations."""
+    """Replaces the experts module as an argument of transformers' functions; weights and activations are quantized."""
 
     def __init__(self, experts: Any, first: str) -> None:
         self.config = experts.config

@@ -125,21 +125,21 @@ def _shape(place: TilePlace) -> tuple[int, int, int, int]:
 
 
 def quantize(x: Tensor, outputs: Given, given: Given, place: TilePlace, call: KernelCall) -> None:
-    """Launch `quantize_kernel` over x; `outputs` are y, bits, odd; `given` are scale_or_whole to seed_value."""
+    """Launch `quantize_kernel`. Its arguments: `outputs` are y, bits, odd; `given` are scale_or_whole to seed_value."""
     if place.elements:
         fixed = {"CALL": call, "TILING": place.tiling, "BLOCK": place.block}
         _start(quantize_kernel, ceiling(place.elements, place.block), x, *outputs, *given, *_shape(place), **fixed)
 
 
 def dequantize(codes: Tensor, y: Tensor, given: Given, place: TilePlace, call: KernelCall) -> None:
-    """Launch `dequantize_kernel` over all codes; `given` are the arguments from scale to table."""
+    """Launch `dequantize_kernel` over all codes; `given` are its arguments from scale to table."""
     if place.elements:
         fixed = {"CALL": call, "TILING": place.tiling, "BLOCK": place.block}
         _start(dequantize_kernel, ceiling(place.elements, place.block), codes, y, *given, *_shape(place), **fixed)
 
 
 def quantize_runs(x: Tensor, outputs: Given, given: Given, place: TilePlace, call: KernelCall) -> None:
-    """Launch `quantize_runs_kernel` over all runs; `outputs` are y and bits, `given` are table to seed_value."""
+    """Launch `quantize_runs_kernel`. Its arguments: `outputs` are y and bits, `given` are table to seed_value."""
     width = max(next_power_of_two(place.run), 8)
     rows = max(place.block // width, 1)
     wide = is_wide(place.elements + rows * width)
@@ -150,14 +150,14 @@ def quantize_runs(x: Tensor, outputs: Given, given: Given, place: TilePlace, cal
 
 
 def measure(x: Tensor, patterns: Given, place: TilePlace) -> None:
-    """Launch `measure_kernel` over x; `patterns` are low, high and whole."""
+    """Launch `measure_kernel` over x; `patterns` are its arguments low, high and whole."""
     if place.elements:
         sweep, steps, programs = Reduction.of(place)
         _start(measure_kernel, programs, x, *patterns, *_shape(place), steps, SWEEP=sweep)
 
 
 def observe(values: Tensor, found: Given, inverse: Tensor | None, block: int) -> None:
-    """Launch `observe_kernel` over values [groups, elements]; `found` are keys of lowest and highest, and counts."""
+    """Launch `observe_kernel` over values [groups, elements]; `found` are its arguments low, high and counts."""
     (groups, elements), counts = values.shape, found[-1]
     width = min(next_power_of_two(elements), block)
     rows, steps = block // width, min(_STEPS, ceiling(elements, width))
@@ -168,7 +168,7 @@ def observe(values: Tensor, found: Given, inverse: Tensor | None, block: int) ->
 
 
 def ends_of_keys(keys: Tensor, ends: Tensor) -> None:
-    """Launch `ends_kernel` over keys and ends [2, groups]."""
+    """Launch `ends_kernel`: it writes the ranges `ends` [2, groups] from `keys` [2, groups]."""
     groups = ends.shape[-1]
     block = min(_GROUPS, next_power_of_two(groups))
     _start(ends_kernel, ceiling(groups, block), *keys, *ends, groups, BLOCK=block)
@@ -183,7 +183,7 @@ def mask_gradient(dy: Tensor, bits: Tensor, dx: Tensor, block: int) -> None:
 
 
 def sum_gradients(dy: Tensor, x: Tensor, sums: Given, given: Given, place: TilePlace, call: KernelCall) -> None:
-    """Launch both passes over dy and x that add to sums [6, groups]; `given` are the arguments scale to seed_value."""
+    """Launch both passes that add to sums [6, groups]; `given` are the kernels' arguments scale to seed_value."""
     sweep, steps, programs = Reduction.of(place, most_steps=16)
     numbers = place.groups, *_shape(place), steps
     for kernel in (largest_kernel, digits_kernel):
@@ -191,7 +191,7 @@ def sum_gradients(dy: Tensor, x: Tensor, sums: Given, given: Given, place: TileP
 
 
 def sweep(block: tuple[Tensor, ...], grid: Given, call: KernelCall) -> None:
-    """Launch `sweep_kernel` over all rows; `block` are the arguments wanted to missed, `grid` runs to table."""
+    """Launch `sweep_kernel` over all rows; `block` are its arguments wanted to missed, `grid` runs to table."""
     columns, rows = block[0].shape
     fixed = {"CALL": call, "COLUMNS": next_power_of_two(columns), "ROWS": _SWEPT}
     if block[0].numel():

@@ -178,13 +178,13 @@ _LADDER = (1.0, 10.0, 100.0, 1000.0)  # multiples of the damping, tried until a 
 class Problem:
     """A weight matrix W, and the `InputSums` of its layer's inputs x.
 
-    The error of values Q is the sum of |W (x + d) - Q x|^2, where the drift d is the float model's input less x: with E
-    = W - Q and y = W d, it is tr(E H E^T) + 2 tr(P E^T) + sum |y|^2, where H, the moments, is the sum of x x^T, and P
+    The error of values Q is the sum of |W (x + d) - Q x|^2, where the drift d is the float model's input minus x. With
+    E = W - Q and y = W d, it is tr(E H E^T) + 2 tr(P E^T) + sum |y|^2, where H, the moments, is the sum of x x^T, and P
     the sum of y x^T. Without a drift only the first term is there.
 
     Args:
         damping: the number added to the diagonal of the moments, as a share of its mean; None: by the number of rows.
-        share: the share of the drift that solvers correct; None: by the number of rows.
+        share: how much of the drift solvers correct, from 0 to 1; None: by the number of rows.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Problem:
         self.damping = DAMPING + self.prior if damping is None else damping
         """What solvers add to the diagonal, as a share of its mean: the same for codes and for the drift."""
         self.share = 1 / (1 + columns_per_row) if share is None else share
-        """The share of the drift that solvers correct: few rows show a drift that new rows do not have."""
+        """How much of the drift solvers correct, from 0 to 1: few rows have a drift that new rows do not have."""
 
     def loss(self, chosen: Tensor) -> float:
         """The squared error of the output with chosen values, which have the shape of the weight."""
@@ -248,7 +248,7 @@ class Problem:
         return max(found, torch.finfo(torch.float64).tiny)
 
     def pull(self, group: int) -> Tensor | None:
-        """P of a group [outputs, columns], times the share of the drift that solvers correct; None without a drift."""
+        """`share` times the matrix P of a group [outputs, columns], see `Problem`; None without a drift."""
         return None if self._pull is None else self._pull[group] * self.share
 
     def loss_of(self, solved: float, chosen: Tensor) -> float:
@@ -258,7 +258,7 @@ class Problem:
         return max(solved + self._constant, 0.0)
 
     def missed_mean(self, chosen: Tensor) -> Tensor:
-        """The mean of the float output less the mean of the output with chosen values [outputs of all groups]."""
+        """The mean float output minus the mean output with chosen values [outputs of all groups]."""
         error = self.weight.double() - chosen.double().reshape(self._matrix_shape)
         missed = (error @ self.sums.mean()[:, :, None])[:, :, 0]
         if self.sums.drift is not None:

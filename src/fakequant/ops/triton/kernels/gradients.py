@@ -150,7 +150,7 @@ def halved_scale(sums, group, there, SWEEP: tl.constexpr):
 
 @triton.jit
 def with_digits(digits, product, half):
-    """The sums of digits, with the digits of a product added."""
+    """The sums of digits plus the digits of a product."""
     d0, d1, d2, d3 = digits
     finite = tl.abs(product) < float("inf")
     rest = tl.where(finite, product, 0.0) * half * half
@@ -207,7 +207,7 @@ def digits_kernel(
 
 @triton.jit(do_not_specialize=["groups"])
 def total_kernel(sums, total, groups: tl.int64, BLOCK: tl.constexpr):
-    """The total of summed digits, after carries that bring each digit within half the base."""
+    """Write the total of each group from its digits in base 2**30; carries first make |digit| <= 2**29."""
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = group < groups
     number = tl.zeros((BLOCK,), tl.float64)
