@@ -171,7 +171,7 @@ def _weight_args(spec: QuantSpec, shape: Sequence[int]) -> Args | str:
 
 
 def _own_scales(spec: QuantSpec, scales: Sequence[int]) -> Args | None:
-    """The arguments for scales [..., out, groups] with their own format; None if no layout has them."""
+    """The arguments for scales [..., out, groups] that have a format; None if no layout of files has them."""
     shared = spec.scale.granularity
     if getattr(spec.scale, "shared", None) is not None or spec.scale.format not in _DTYPES:
         return None
@@ -236,7 +236,7 @@ def _is_their_rule(spec: QuantSpec, args: Args) -> bool:
 
 
 def _of_powers(bits: int, *, dynamic: bool) -> ScaleRounding:
-    """The rounding of power-of-two scales. For 8 bits it is that of FP4, as in `generate_mx_scales`."""
+    """The rounding of power-of-two scales; for dynamic inputs of 8 bits that for FP4, as in `generate_mx_scales`."""
     if not dynamic:
         return ScaleRounding.FLOOR
     return ScaleRounding.EVEN_FP4 if bits == 8 else ScaleRounding.EVEN
@@ -315,7 +315,7 @@ def groups_of(folder: Folder) -> list[Args]:
 
 
 def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> Args | None:
-    """The scheme of a layer, None for float: targets with its name are before patterns, and patterns before classes."""
+    """The scheme of a layer, None for float; a target that is its name goes before patterns, patterns before classes."""
 
     def rank(target: str) -> int:
         if target.startswith("re:"):
@@ -373,7 +373,7 @@ def _choices(items: Any) -> int:
 def stored(
     scheme: Mapping[str, Any], format: Format, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> dict[str, Stored]:
-    """The stored tensors of a weight [out, in], by the ends of their names; scales without a format have `dtype`."""
+    """For the end of each stored name, the tensor of a weight [out, in]; scales without a format have `dtype`."""
     args, (rows, columns), shift = scheme["weights"], shape, shift_of(format)
     bits, is_packed, is_tensor = args["num_bits"], scheme["format"] == PACKED, args["strategy"] == "tensor"
     high, wide = args.get("block_structure") or (1, args.get("group_size") or columns)
@@ -423,7 +423,7 @@ def stored(
 
 
 def reciprocal(x: Tensor) -> Tensor:
-    """1/x of the first number of x, in float32."""
+    """The reciprocal of the first number of x, in float32."""
     return (1 / x.float().flatten()[:1]).float()
 
 
@@ -479,7 +479,7 @@ def attention_sites(model: nn.Module, config: TensorConfig, operands: Collection
 
 
 def conflicts_of_calls(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
-    """Reasons why compressed-tensors cannot hold a part's keys and values beside others, by the part's name."""
+    """For names of attention calls: why a file cannot hold their keys and values together with those of other calls."""
     calls = {part.path: part for part in parts if part.call}
     classes = {type(part.module) for part in calls.values()} | {own_class(part.module) for part in calls.values()}
     others = [path for path, one in model.named_modules() if type(one) in classes and path not in calls]

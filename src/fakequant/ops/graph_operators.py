@@ -351,7 +351,7 @@ def unpack_mask(mask: Tensor, shape: torch.Size, plan: KernelPlan) -> Tensor:
 
 
 def laid(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """x in these strides, in which kernels read memory; copied only if necessary."""
+    """x with the strides that kernels read; it is copied only if another view of it cannot have them."""
     if x.stride() == stride:
         return x
     if all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), stride, strict=True)):
@@ -473,7 +473,7 @@ def name_of_choice(device: torch.device, dtype: torch.dtype, text: str) -> str:
 
 
 def has_mask(text: str) -> bool:
-    """Whether some gradients are masked, as for all specifications but IDENTITY; a constant in a trace."""
+    """Whether a specification masks gradients: all do except those with IDENTITY. A trace takes it as a constant."""
     return QuantSpec.parse(text).gradient is not Gradient.IDENTITY
 
 

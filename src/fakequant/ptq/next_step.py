@@ -59,7 +59,7 @@ def kinds_of(target: str | None) -> Sequence[Sequence[str]]:
 
 
 def rivals(names: Iterable[str]) -> set[str]:
-    """All presets that an engine lists in the same kind as one of these presets, these included.
+    """These presets, and all presets that an engine lists in the same kind as one of them.
 
     >>> sorted(rivals(["W8A8_DYNAMIC"]))
     ['FP8_DYNAMIC', 'W8A8_DYNAMIC']
@@ -198,7 +198,7 @@ def has_sites(model: nn.Module) -> bool:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
-    """The quantized layers of a model by path."""
+    """For each path, the quantized layer of a model."""
     return {path: layer for path, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
 
 
@@ -335,7 +335,7 @@ def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USU
 def _best_of(
     trials: ChangeTrials, changes: Iterable[Change], tried: list[Tried], best: int | None = None
 ) -> int | None:
-    """Try changes; returns the index in `tried` of the best, or None. Of two, the later must be clearly better."""
+    """Try changes; returns the index in `tried` of the best, or None. A later change must be clearly better."""
     for change in changes:
         tried.append(trials.of(change))
         if tried[-1].helps and (best is None or tried[-1].after < CLEARLY * tried[best].after):

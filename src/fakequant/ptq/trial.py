@@ -119,7 +119,7 @@ def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
 
 
 def kept_rows(file: Path, fingerprint: str, *, negated: bool = False) -> dict[Variant, Compared]:
-    """The rows of a file, by variant. A new file gets a header: the fingerprint, and whether metrics are shown negated.
+    """For each variant, its row of a file. A new file gets a header with `fingerprint` and `negated`.
 
     The last line may be cut off by a kill. Raises ConfigError if the file has another fingerprint or is damaged.
     """

@@ -316,7 +316,7 @@ def inline_regions(program: ExportedProgram, *, gradients: bool) -> None:
 
 
 def _inline(module: fx.GraphModule, node: fx.Node, gradients: bool) -> dict[str, str]:
-    """Replace a call of a subgraph by its operations; returns the new names of its results by the old names."""
+    """Replace a call of a subgraph by its operations; returns, for each old name of its results, the new name."""
     is_mode = node.target is _GRADIENTS
     body, *inputs = cast("list[Any]", list(node.args[1 if is_mode else 4 :]))
     if is_mode and gradients and node.args[0]:

@@ -26,7 +26,7 @@ def limited(v):
 
 @triton.jit
 def slopes_of(v, scaled, code, params, CALL: tl.constexpr):
-    """The derivatives of y by scale and zero point, as `_slopes` in reference.py."""
+    """The derivatives of y with respect to scale and zero point, as `_slopes` in reference.py computes them."""
     s, _, z, lo, hi = params
     offset = z if CALL.has_zero_point else tl.zeros_like(s)
     if CALL.mask == "clip":

@@ -88,7 +88,7 @@ def end_of(key):
 
 @triton.jit
 def ends_kernel(low, high, lo, hi, groups, BLOCK: tl.constexpr):
-    """The range [groups] from the keys of both ends; both ends are NaN if one is."""
+    """The range [groups] from the keys of both ends; both are NaN if either is."""
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = group < groups
     lowest = end_of(~tl.load(low + group, mask=inside, other=0))
