@@ -315,7 +315,7 @@ def groups_of(folder: Folder) -> list[Args]:
 
 
 def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> Args | None:
-    """The scheme of a layer, None for float; a target that is its name goes before patterns, patterns before classes."""
+    """The scheme of a layer, None for float; the first target counts: its name, then patterns, then classes."""
 
     def rank(target: str) -> int:
         if target.startswith("re:"):
@@ -479,7 +479,7 @@ def attention_sites(model: nn.Module, config: TensorConfig, operands: Collection
 
 
 def conflicts_of_calls(model: nn.Module, parts: Sequence[Part]) -> dict[str, str]:
-    """For names of attention calls: why a file cannot hold their keys and values together with those of other calls."""
+    """For names of attention calls: why a file cannot hold their keys and values beside those of others."""
     calls = {part.path: part for part in parts if part.call}
     classes = {type(part.module) for part in calls.values()} | {own_class(part.module) for part in calls.values()}
     others = [path for path, one in model.named_modules() if type(one) in classes and path not in calls]
