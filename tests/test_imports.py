@@ -16,7 +16,7 @@ PACKAGE = Path(fq.__file__).parent
 
 # Rooms from the innermost to the outermost; those of one set do not import each other.
 ROOMS = [
-    {"errors", "offload", "registry", "text", "version"},
+    {"errors", "memory", "offload", "registry", "text", "version"},
     {"distributed", "files", "restore"},
     {"numerics"},
     {"ops"},

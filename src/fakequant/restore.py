@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from fakequant.memory import separate, write_back
+
 Value = TypeVar("Value")
 Restore = Callable[[], object]
 """A function that restores an earlier state."""
@@ -128,6 +130,8 @@ def structure_of(modules: Iterable[nn.Module]) -> Restore:
 def state_of(modules: Iterable[nn.Module], device: str | None = None) -> Restore:
     """Return a function that restores like `structure_of`, and also the values of parameters and buffers.
 
+    Tensors get memory by `separate`, so that the changes can write them.
+
     Args:
         modules: the modules to restore.
         device: the device for copies of the values, by default the device of each tensor.
@@ -137,6 +141,7 @@ def state_of(modules: Iterable[nn.Module], device: str | None = None) -> Restore
     parts = _parts(modules)
     tensors = {id(t): t for part in parts for t in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
     held = [tensor for tensor in tensors.values() if not tensor.is_meta]
+    separate(held)
     values = [(tensor, tensor.detach().to(device or tensor.device, copy=True)) for tensor in held]
 
     def restore() -> None:
@@ -146,7 +151,7 @@ def state_of(modules: Iterable[nn.Module], device: str | None = None) -> Restore
             own, before = (getattr(one.detach(), "to_local", one.detach)() for one in (tensor, value))
             if not torch.equal(own.to(before.device), before):
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                    tensor.copy_(value)
+                    write_back(tensor, value)
 
     return restore
 
@@ -159,7 +164,9 @@ def state_of_parts(model: nn.Module, touched: Iterable[nn.Module | nn.Parameter]
     touched = list(touched)
     structure = structure_of([model])
     values = state_of((one for one in touched if isinstance(one, nn.Module)), "cpu")
-    parameters = [(one, one.detach().to("cpu", copy=True)) for one in touched if isinstance(one, nn.Parameter)]
+    held = [one for one in touched if isinstance(one, nn.Parameter)]
+    separate(held)
+    parameters = [(one, one.detach().to("cpu", copy=True)) for one in held]
 
     def restore_parameters() -> None:
         for parameter, value in parameters:

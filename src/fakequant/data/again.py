@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from fakequant.distributed import is_moved
+from fakequant.memory import memory_of, write_back
 from fakequant.nn.quantizer import Quantizer
 from fakequant.ops.waiting import are_equal, read_flags
 from fakequant.restore import Restore, in_order, restore_after, set_to
 
-_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
 _ROOT = __name__.partition(".")[0]
 _WITHOUT_STATE = {*sys.stdlib_module_names, "torch", "numpy", _ROOT} - {"types"}
 """Packages whose objects are not searched: they hold no state of a model, or have a rule by their type."""
@@ -248,14 +248,6 @@ def bits_of(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
     return one, other
 
 
-def memory_of(x: Tensor) -> int | None:
-    """A number that is equal for tensors with the same storage; None for a tensor without a storage."""
-    with torch._C.DisableTorchFunction():  # a recording would take these for functions of the model
-        if is_lazy(x) or x.layout is not torch.strided or _functorch.is_functorch_wrapped_tensor(x):
-            return None
-        return x.untyped_storage()._cdata if torch._C._has_storage(x) else None  # type: ignore[attr-defined]
-
-
 def _local(x: Tensor) -> Tensor:
     """The part of a DTensor that this process has; any other tensor unchanged."""
     return getattr(x, "_local_tensor", x)
@@ -278,7 +270,7 @@ def _put(one: Any, keys: tuple[Any, ...] | None, value: Any) -> None:
             if one.grad_fn is not None:  # of a model that writes a buffer with a gradient
                 one.detach_()
             if (one.shape, one.dtype, one.device) == (value.shape, value.dtype, value.device):
-                one.copy_(value)
+                write_back(one, value)
             else:
                 one.data = value.clone()
     else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fakequant.data.arguments import check_model, refuse_unprepared
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, warn_renamed, warn_user
+from fakequant.memory import separate
 from fakequant.model.state.snapshots import shared_names
 from fakequant.model.state.weight_codes import QuantizedWeights
 from fakequant.model.weights import quantized_weights, warn_stale_scales
@@ -220,6 +221,7 @@ def fold(model: Model) -> Model:
 def _bake_all(groups: list[list[Product]]) -> None:
     """Quantize the tensor that each group of products shares, in place; an interrupt is raised after the last group."""
     begun: dict[int, Tensor] = {}
+    separate(weights[0].tensor for weights in groups)
 
     def finish() -> None:
         for index, weights in enumerate(groups):

@@ -35,6 +35,7 @@ from fakequant.errors import (
     warn_user,
 )
 from fakequant.functional import choose_qparams
+from fakequant.memory import separate
 from fakequant.nn.device import CodeGrid, Device, DeviceTensor, Kept, plain, stored
 from fakequant.nn.ranges import (
     GLOBAL_SCALE,
@@ -1090,6 +1091,7 @@ class Quantizer(QuantizerPart):
 
     def _give(self, weight: Tensor, values: Tensor) -> None:
         with torch.inference_mode(weight.is_inference()), torch.no_grad():
+            separate([weight])
             weight.copy_(values)
         self._weight_pending, self.last_weight, self.range_of_weight = False, None, magnitudes(self.spec, weight)
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fakequant.data.again import memory_of
+from fakequant.memory import memory_of
 from fakequant.model.run.recorded import (
     FAKE_QUANTIZE,
     IN_A_BRANCH,

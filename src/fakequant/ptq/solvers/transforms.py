@@ -440,7 +440,7 @@ TRANSFORMS: dict[str, Callable[[Sequence[MatrixProduct], Inputs], list[_Candidat
 def put(layers: Sequence[MatrixProduct], transform: InputTransform) -> None:
     """Give layers a transform of their input, and multiply its inverse into their weights, in place."""
     for layer in layers:
-        layer.tensor.data = transform.into_weight(layer.layer, layer.tensor.data)
+        layer.tensor.data.copy_(transform.into_weight(layer.layer, layer.tensor.data))
         layer.layer.input_transform = copy.deepcopy(transform)
         layer.quantizer.set_qparams(qparams_of_tensor(layer.tensor, layer.quantizer.spec))
 
