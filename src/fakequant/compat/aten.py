@@ -81,7 +81,7 @@ def fake_quantize_per_tensor_affine(
     Args:
         input: any shape; float32, float64, float16 or bfloat16.
         scale: units of input per code; a float, or a tensor of one element.
-        zero_point: the code of 0.0; an int, or if the scale is a tensor also a tensor of one element.
+        zero_point: the code of 0.0; an int. Beside a scale that is a tensor, it may be a tensor of one element, too.
         quant_min: lowest code.
         quant_max: highest code; the range has at most 24 bits and at least two codes.
 

@@ -727,7 +727,7 @@ def say(text: str) -> None:
 
 
 def tell(text: str, shown: bool | None = None) -> None:
-    """Print a line or pass it on, like `say`, if `track` would show a bar or pass on counts."""
+    """Print a line, like `say`, where `track` shows a bar; a function that gets counts gets it, too."""
     if shown or (shown is None and (_COUNTS.get() or sys.stderr.isatty() or "ipykernel" in sys.modules)):
         say(text)
 

@@ -530,7 +530,7 @@ class ByValue:
             raise ConfigError(f"boundaries= are numbers, such as [250, 500, 750], got {shown(boundaries)}") from error
         if not len(edges) or not bool(edges.isfinite().all()) or bool((edges[1:] <= edges[:-1]).any()):
             raise ConfigError(
-                f"boundaries= are one or more finite numbers that rise as float32, such as [250, 500, 750], got "
+                "boundaries= are one or more finite numbers that rise, also as float32, such as [250, 500, 750], got "
                 f"{shown(edges.tolist())}"
             )
         self.boundaries: tuple[float, ...] = tuple(edges.tolist())

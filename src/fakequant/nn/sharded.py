@@ -74,9 +74,9 @@ def known_parts(name: str, spec: QuantSpec, x: Any, *, observed: bool) -> Tensor
             own, shapes = tuple(x.shape), gather(tuple(x.shape), x.device_mesh.get_group(place))
             if other := next((shape for shape in shapes if shape != own), None):  # to gather it would end in an abort
                 raise ConfigError(
-                    f"{name}: the parts of this tensor differ in size, but RowwiseParallel takes them for equal: by "
-                    f"the part of this process the tensor has shape {list(own)}, by another part {list(other)}. Take a "
-                    f"width that {len(shapes)} divides, or ColwiseParallel(output_layouts=Replicate()) before "
+                    f"{name}: the parts of this tensor differ in size, but RowwiseParallel takes them for equal. "
+                    f"By the part of this process, the tensor has the shape {list(own)}; from another, {list(other)}. "
+                    f"Take a width that {len(shapes)} divides, or ColwiseParallel(output_layouts=Replicate()) before "
                     "RowwiseParallel(input_layouts=Replicate())"
                 )
     check_parts(name, spec, x, range(x.device_mesh.ndim))

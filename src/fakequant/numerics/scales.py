@@ -424,7 +424,7 @@ def _default_rounding(fmt: Format | None) -> ScaleRounding:
 def _stored(v: Tensor, fmt: Format, limit: float | Tensor, keeps_small: bool) -> Tensor:
     """The nearest number of a format up to a limit; with `keeps_small`, only 0 becomes 0.
 
-    The result is never subnormal in float32, as numbers of bfloat16 can be, because processors may flush these.
+    A number of bfloat16 can be subnormal in float32. The result is not: processors may flush subnormal numbers.
     """
     most = fmt.neighbours(torch.as_tensor(limit, dtype=v.dtype, device=v.device)).near
     code = rounded(v, fmt)

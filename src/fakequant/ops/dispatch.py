@@ -72,7 +72,7 @@ def encode_in_parts(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
 def _encoded(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """`reference.quantize`, in a third to a fifth of its time for floats of up to 8 bits.
 
-    A kernel rounds x in units of codes, to numbers that are exact in bfloat16; a table has the code of each bfloat16.
+    A kernel rounds x over its scale, to numbers that are exact in bfloat16; a table has the stored bits of each.
     """
     fmt = spec.format
     if not isinstance(fmt, FloatFormat) or fmt.bits > 8 or x.dtype == torch.float64:

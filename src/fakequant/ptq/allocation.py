@@ -61,7 +61,7 @@ class Allocation:
     Attributes:
         choices: the name of a preset by layer.
         loss: the predicted error of the model's output, as a share of its energy.
-        bits: the bits of the weights of these layers, with their scales.
+        bits: how many bits the weights of these layers take in all, with their scales.
         weights: how many weights these layers have.
         measured: the error of the model's output with these choices, as a share of its energy; None until `verify`.
         operations: bit operations of one pass over the first batch.

@@ -456,7 +456,7 @@ class _Changes:
             yield Change(what, self._code(self._anew(code), folds=True), make, Aim.ENGINE)
 
     def of_layers(self) -> Iterator[Change]:
-        """The change by `improve`; then each of the worst layers in float, except a layer with half of all weights."""
+        """The change that `improve` makes; then the worst layers in float, each with less than half of all weights."""
         if not self.fresh:
             return
         if quantized_weights(self.model):

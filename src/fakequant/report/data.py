@@ -343,7 +343,7 @@ def from_json(text: str) -> ReportData:
             raise UnexpectedValue(f"curve or verifications lack {error}") from error
     found: ReportData = value_of(values, "the file", _ReadData)
     if found.accuracy and not -len(found.accuracy) <= found.reported < len(found.accuracy):
-        raise UnexpectedValue(f"reported is {found.reported}, and accuracy has {len(found.accuracy)} rows")
+        raise UnexpectedValue(f"`reported` is {found.reported}, but `accuracy` has {len(found.accuracy)} rows")
     for row in found.distributions:
         rises = all(map(math.isfinite, row.edges)) and len(row.edges) > 1 and row.edges[0] < row.edges[-1]
         if len(row.edges) != len(row.counts) + 1 or not rises or min(row.counts, default=-1) < 0:

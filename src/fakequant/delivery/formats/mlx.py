@@ -276,7 +276,7 @@ def _layout(spec: QuantSpec, shape: Sequence[int]) -> _Layout:
 
 
 def _digits(*stored: ScaleSpec | OffsetSpec | None) -> int:
-    """The largest number of fraction bits of scales and offsets; float32, for scales without a format, has 23."""
+    """The largest number of fraction bits of scales and offsets; without a format, they are float32, which has 23."""
     return max(23 if one.format is None else one.format.fraction_bits for one in stored if one is not None)
 
 

@@ -279,7 +279,7 @@ class OutputDistance:
             if any(bool(y.isnan().any()) for y in outputs.values()):
                 raise CalibrationError(f"batch {number + 1}: an output in float holds NaN; leave the batch out")
         if not self.has_outputs and not has_metric:
-            raise ConfigError("the model returns no floats, so that its outputs have no error; give a metric=")
+            raise ConfigError("the error is that of outputs of floats, but the model returns no floats; give a metric=")
 
     def of(self, model: nn.Module) -> Distance:
         """The distance of a model's present outputs from the float outputs."""
