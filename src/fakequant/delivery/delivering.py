@@ -56,7 +56,7 @@ from fakequant.model.state.snapshots import (
     write_folder,
 )
 from fakequant.model.state.weight_codes import QuantizedWeights
-from fakequant.model.weights import merged_layers, refuse_fixed_experts, spec_bits
+from fakequant.model.weights import merged_layers, spec_bits
 from fakequant.nn.paths import join, module_at
 from fakequant.nn.products import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
@@ -420,8 +420,8 @@ def deliver(
     check_path(folder, _CALL)
     check_shard_size(max_shard_size)
     chosen, state = delivery_format(format_for(format, target)), snapshot(model)
-    if target is not None and find_engine(target).merges:
-        refuse_fixed_experts(model)
+    if target is not None:
+        find_engine(target).check(model)
     source = folder_of(model)
     left = {} if source is None else skipped(model, source)
     path = deliver_state(state, model, folder, chosen, max_shard_size=max_shard_size, progress=progress)

@@ -2,10 +2,16 @@
 
 from dataclasses import replace
 
+from torch import nn
+
+from fakequant.errors import ExportError
 from fakequant.model.config import TensorConfig
 from fakequant.model.engine import Engine, register_engine
+from fakequant.model.weights import EXPERT, quantized_weights
+from fakequant.nn.paths import layer_of
+from fakequant.nn.quantizer import Kind, quantizers
 from fakequant.numerics.formats import IntegerFormat
-from fakequant.numerics.granularity import PerToken
+from fakequant.numerics.granularity import PerTensor, PerToken
 from fakequant.numerics.scales import ScaleRounding
 from fakequant.numerics.spec import Arithmetic
 
@@ -25,6 +31,25 @@ def variant(field: str, config: TensorConfig) -> TensorConfig:
     return config
 
 
+def refuse_fixed_experts(model: nn.Module) -> None:
+    """Raise ExportError if experts in a list have inputs with fixed ranges, except FP8 with one scale for each weight.
+
+    vLLM merges experts in a list, too, and has no other product with fixed ranges for them, as its sources say.
+    Formats refuse such inputs of experts that are stacked already.
+    """
+    weights = {layer_of(path): weight.quantizer.spec for path, weight in quantized_weights(model).items()}
+    for path, quantizer in quantizers(model).items():
+        layer = layer_of(path)
+        weight = weights.get(layer) if EXPERT.search(path) else None
+        if weight is None or quantizer.kind is not Kind.INPUT or quantizer.dynamic:
+            continue
+        if isinstance(weight.format, IntegerFormat) or not isinstance(weight.granularity, PerTensor):
+            raise ExportError(
+                f"{layer}: its input is {quantizer.spec} with a fixed range and its weight {weight}, and servers take "
+                "inputs of experts with a dynamic range for every token; W8A8_DYNAMIC and FP8_DYNAMIC have such inputs"
+            )
+
+
 register_engine(
     Engine(
         "vllm",
@@ -38,6 +63,7 @@ register_engine(
         tables=False,
         fixed_global=True,
         merges=True,
+        check=refuse_fixed_experts,
         aliases=("sglang",),
         page="vllm",
     )

@@ -14,7 +14,7 @@ from fakequant.data.arguments import refuse_unprepared
 from fakequant.errors import ConfigError, CoverageWarning, ExportError, nearest, shown, warn_user
 from fakequant.model.config import NAMED, TABLES, Config, TensorConfig, find_preset
 from fakequant.model.placement import Target
-from fakequant.model.weights import group_ranges, refuse_fixed_experts
+from fakequant.model.weights import group_ranges
 from fakequant.nn.device import Device
 from fakequant.nn.integer import Execution
 from fakequant.nn.paths import matches
@@ -55,6 +55,7 @@ class Engine:
         fixed_global: whether the engine needs a fixed per-tensor scale for NVFP4 inputs, which `calibrate` then sets.
         merges: whether the engine merges layers, such as gate and up, and the experts of a block. Merged layers have
             one per-tensor scale; `calibrate` gives them one range.
+        check: called with a prepared model; it raises ExportError if the engine does not load what its files can hold.
         device: the engine's arithmetic on codes; None if it is the simulation's, or unknown.
         aliases: other names, such as names of engines that load the same models.
         page: the page of the documentation, "" for none.
@@ -81,6 +82,7 @@ class Engine:
     tables: bool = True
     fixed_global: bool = False
     merges: bool = False
+    check: Callable[[nn.Module], None] = lambda model: None
     device: Device | None = None
     aliases: tuple[str, ...] = ()
     page: str = ""
@@ -97,6 +99,7 @@ class Engine:
                 ("aliases", _holds(self.aliases, str), "names, as ('sglang',)"),
                 ("placement", self.placement is None or callable(self.placement), "a function that makes a Target"),
                 ("variant", callable(self.variant), "a function of a field and a TensorConfig"),
+                ("check", callable(self.check), "a function of a prepared model"),
                 ("device", self.device is None or isinstance(self.device, Device), "a fakequant.nn.Device"),
             )
             if not fits
@@ -170,15 +173,14 @@ class Engine:
             group_ranges(model)
 
     def refuse(self, model: nn.Module, preset: str) -> None:
-        """Raise ConfigError if the engine's files cannot hold a prepared model."""
+        """Raise ConfigError if the engine does not load a prepared model, or its files cannot hold it."""
         if not quantizers(model):
             return
         import_waiting()  # files say what they can hold
         try:
+            self.check(model)
             for check in holders:
                 check(self.files or self.export, model)
-            if self.merges:
-                refuse_fixed_experts(model)
         except ExportError as error:
             raise ConfigError(f"{self.name} cannot load {preset}: {error}") from error
 

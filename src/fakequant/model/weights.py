@@ -20,7 +20,7 @@ from fakequant.calibration.calibrator import find_method
 from fakequant.calibration.lattice import search_params, searches
 from fakequant.data.arguments import Metric, check_model, measured
 from fakequant.distributed import gathered, is_sharded
-from fakequant.errors import CalibrationError, CalibrationWarning, ExportError, StaleScaleWarning, warn_user
+from fakequant.errors import CalibrationError, CalibrationWarning, StaleScaleWarning, warn_user
 from fakequant.functional import choose_qparams
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.products import Product
@@ -28,7 +28,6 @@ from fakequant.nn.quantized.layers import QuantizedLayer, has_statistics, is_nor
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, magnitudes, quantizers, weight_version
 from fakequant.nn.sites import site_products
 from fakequant.nn.wrappers import Role, cached_weights
-from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor, blocked, blocked_groups, unblocked
 from fakequant.numerics.qparams import QParams, Range, fill_empty_groups
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
@@ -498,7 +497,7 @@ def merged_layers(widths: Mapping[str, int]) -> list[list[str]]:
     return [group for group in alike if len(group) > 1]
 
 
-_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
+EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
 def group_ranges(model: nn.Module) -> None:
@@ -511,7 +510,7 @@ def group_ranges(model: nn.Module) -> None:
     for path, quantizer in quantizers(model).items():
         layer, _, attribute = path.rpartition(".")
         is_input = quantizer.kind is Kind.INPUT
-        place = _EXPERT.sub(r"\1experts.*.", layer) if is_input else layer
+        place = EXPERT.sub(r"\1experts.*.", layer) if is_input else layer
         has_one = not quantizer.dynamic and isinstance(quantizer.spec.granularity, PerTensor)
         if (has_one or quantizer.fixes_global) and (place != layer or not is_input):
             parent, _, name = place.rpartition(".")
@@ -522,25 +521,6 @@ def group_ranges(model: nn.Module) -> None:
     for group, own in groups.items():
         for quantizer in own if len(own) > 1 else ():
             quantizer.range_group = group
-
-
-def refuse_fixed_experts(model: nn.Module) -> None:
-    """Raise ExportError if experts in a list have inputs with fixed ranges, except FP8 with one scale for each weight.
-
-    vLLM merges experts in a list, too, and has no other product with fixed ranges for them, as its sources say.
-    Formats refuse such inputs of experts that are stacked already.
-    """
-    weights = {layer_of(path): weight.quantizer.spec for path, weight in quantized_weights(model).items()}
-    for path, quantizer in quantizers(model).items():
-        layer = layer_of(path)
-        weight = weights.get(layer) if _EXPERT.search(path) else None
-        if weight is None or quantizer.kind is not Kind.INPUT or quantizer.dynamic:
-            continue
-        if isinstance(weight.format, IntegerFormat) or not isinstance(weight.granularity, PerTensor):
-            raise ExportError(
-                f"{layer}: its input is {quantizer.spec} with a fixed range and its weight {weight}, and servers take "
-                "inputs of experts with a dynamic range for every token; W8A8_DYNAMIC and FP8_DYNAMIC have such inputs"
-            )
 
 
 def tie_scales(model: nn.Module, names: Container[str]) -> None:

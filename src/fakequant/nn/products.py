@@ -58,6 +58,9 @@ class Product:
         name: the owner's attribute that holds the weight.
     """
 
+    is_stack: ClassVar[bool] = False
+    """Whether the weight is a stack of matrices [matrices, ...], each with separate inputs."""
+
     def __init__(self, layer: nn.Module, attribute: str, owner: nn.Module, name: str) -> None:
         self.layer: Any = layer
         self.attribute, self.owner, self.name = attribute, owner, name
@@ -153,9 +156,6 @@ class MatrixProduct(Product):
 
     takes_parts: ClassVar[bool] = False
     """Whether the rows can be computed for some channels of the input at a time."""
-    is_stack: ClassVar[bool] = False
-    """Whether the weight is a stack of matrices [matrices, ...], each with separate inputs."""
-
     has_steps: ClassVar[bool] = False
     """Whether a call multiplies at each of several steps, and reads the bias at each of them."""
 

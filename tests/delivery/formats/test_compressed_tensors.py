@@ -551,6 +551,21 @@ def test_experts_with_quantized_inputs_are_said(preset: str, tmp_path: Path) -> 
     assert not fq.verify_delivery(folder, model).passed
 
 
+@pytest.mark.parametrize("preset", ["W8A8_TRANSFORMERS", "FP8", "W8A8_DYNAMIC", "FP8_DYNAMIC"])
+def test_transformers_takes_experts_with_quantized_weights_alone(preset: str, tmp_path: Path) -> None:
+    said = r"layers\.0\.mlp\.experts: its input is .*in float; .*: prepare\(\.\.\., rules=\{'\*experts\*': "
+    with pytest.raises(ConfigError, match=f"^transformers cannot load {preset}: .*{said}'int8_weight_only'"):
+        fq.prepare(mixtral(), preset, BATCHES[0], target="transformers")
+    with pytest.raises(ExportError, match=said):
+        fq.deliver(prepared(getattr(fq.presets, preset), mixtral()), tmp_path / "new", target="transformers")
+    assert not (tmp_path / "new").exists()
+    how: Any = {"rules": {"*experts*": "int8_weight_only"}, "skip": ["*embed_tokens"]}
+    model = fq.prepare(mixtral(), preset, BATCHES[0], target="transformers", **how)
+    fq.calibrate(model, BATCHES, progress=False)
+    report = fq.verify_delivery(fq.deliver(model, tmp_path / "new", target="transformers"), model, BATCHES)
+    assert [row.differing for row in report.outputs] == [0]
+
+
 @pytest.mark.parametrize(("preset", "other"), [("INT8", "W8A8_DYNAMIC"), ("FP8", "FP8_DYNAMIC")])
 def test_experts_with_fixed_ranges_are_refused(preset: str, other: str) -> None:
     said = (
