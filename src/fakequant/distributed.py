@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, FakeQuantError
-from fakequant.offload import offloaded
+from fakequant.memory import offloaded
 from fakequant.text import module_name
 
 Item = TypeVar("Item")

@@ -1,8 +1,8 @@
-"""Which tensors, and which elements of a tensor, share memory, and how such tensors are written."""
+"""Where the values of tensors are: in memory that tensors or elements share, or in hooks of Accelerate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,8 +64,59 @@ def _overlaps(x: Tensor) -> bool:
         return False
     end, axes = 0, sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
     for stride, size in axes:
+        if stride == 0:
+            return True
         if stride <= end:
-            places = torch.arange(sum(stride * (size - 1) for stride, size in axes) + 1)
+            places = torch.arange(sum(stride * (size - 1) for stride, size in axes) + 1, device="cpu")
             return places.as_strided(x.shape, x.stride()).unique().numel() < x.numel()
         end += stride * (size - 1)
     return False
+
+
+def offloaded(model: nn.Module) -> list[str]:
+    """The paths of a model's parameters and buffers whose values are outside of the model between calls."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, tensor in {**module._parameters, **module._buffers}.items()
+        if tensor is not None and tensor.is_meta and _kept(module, name) is not None
+    ]
+
+
+def fetched(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of a module; if a hook holds its values outside of the model, a new tensor with these values.
+
+    Args:
+        name: the name of the attribute.
+        tensor: the present value of the attribute.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> fetched(layer, "weight", layer.weight) is layer.weight
+    True
+    """
+    kept = _kept(module, name) if tensor.is_meta else None
+    if kept is None:
+        return tensor
+    hook, values = kept
+    with torch.no_grad():
+        return values[name].to(hook.execution_device)
+
+
+def fetched_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model with the values that hooks hold outside of it; all are in memory at once."""
+    state = model.state_dict()
+    for name in offloaded(model):
+        path, _, own = name.rpartition(".")
+        if name in state:
+            state[name] = fetched(model.get_submodule(path), own, state[name])
+    return state
+
+
+def _kept(module: nn.Module, name: str) -> tuple[Any, Mapping[str, Tensor]] | None:
+    """The hook that holds a tensor of a module, and all tensors that the hook holds; None without a hook."""
+    hook = vars(module).get("_hf_hook")
+    for one in getattr(hook, "hooks", (hook,)):
+        values = getattr(one, "weights_map", None)
+        if values is not None and name in values:
+            return one, values
+    return None

@@ -16,7 +16,7 @@ import fakequant as fq
 from fakequant import ir, ptq
 from fakequant.distributed import gathered
 from fakequant.errors import ConfigError
-from fakequant.offload import fetched, offloaded
+from fakequant.memory import fetched, offloaded
 
 X = torch.linspace(-1, 1, 48).view(6, 8)
 BATCHES = [X, X.flip(0)]

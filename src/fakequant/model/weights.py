@@ -22,6 +22,7 @@ from fakequant.data.arguments import Metric, check_model, measured
 from fakequant.distributed import gathered, is_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, StaleScaleWarning, warn_user
 from fakequant.functional import choose_qparams
+from fakequant.memory import fetched
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.products import Product
 from fakequant.nn.quantized.layers import QuantizedLayer, has_statistics, is_norm
@@ -31,7 +32,6 @@ from fakequant.nn.wrappers import Role, cached_weights
 from fakequant.numerics.granularity import PerTensor, blocked, blocked_groups, unblocked
 from fakequant.numerics.qparams import QParams, Range, fill_empty_groups
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
-from fakequant.offload import fetched
 from fakequant.ops import library
 from fakequant.restore import attributes_of, restore_after
 from fakequant.text import listed, module_name

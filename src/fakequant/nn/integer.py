@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fakequant.errors import ConfigError
+from fakequant.memory import fetched
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.numerics.granularity import PerChannel, PerTensor, PerToken
 from fakequant.numerics.products import ConvParams, QuantizedOperand
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec, Rounding
-from fakequant.offload import fetched
 from fakequant.ops import library, products
 from fakequant.ops.products import PackedWeight
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
+from fakequant.memory import fetched
 from fakequant.nn.integer import Execution
 from fakequant.nn.paths import join, layer_of
 from fakequant.nn.quantizer import Quantizer
@@ -25,7 +26,6 @@ from fakequant.nn.wrappers import Role
 from fakequant.numerics.granularity import Granularity, PerBlock
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
-from fakequant.offload import fetched
 from fakequant.restore import restore_on_error, state_of
 
 _SUFFIX = "_weight_quantizer"

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fakequant.data.arguments import check_model
 from fakequant.distributed import is_sharded, parallel_parameters
 from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeError
+from fakequant.memory import fetched_state
 from fakequant.model.sites import site_path
 from fakequant.model.state.plan import Plan, QuantizerEntry, SiteQuantizerEntry
 from fakequant.model.state.snapshots import LazyTensor
@@ -32,7 +33,6 @@ from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import check_codes, integers_of, of_integers
 from fakequant.numerics.qparams import check_scale
 from fakequant.numerics.spec import QuantSpec
-from fakequant.offload import fetched_state
 from fakequant.text import listed
 
 _OUTLINE = frozenset(

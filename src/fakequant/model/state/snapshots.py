@@ -20,6 +20,7 @@ from fakequant.data.batches import length, track
 from fakequant.distributed import gathered, is_sharded
 from fakequant.errors import CheckpointError
 from fakequant.files import locked, refuse_links, temporary_file, writable_folder, write_in_order
+from fakequant.memory import fetched, offloaded
 from fakequant.model.state.plan import Plan, layer_entry, plain_of, read_plan, sites_entry
 from fakequant.model.state.weight_codes import QuantizedWeights, WeightCodes
 from fakequant.model.summary import warn_of_new_layers, warn_unregistered
@@ -30,7 +31,6 @@ from fakequant.nn.quantizer import KEY, quantizers
 from fakequant.nn.stored import StoredWeight, with_stored
 from fakequant.nn.wrappers import accepts_wrapped_model
 from fakequant.numerics.formats.floats import as_integers, integers_of
-from fakequant.offload import fetched, offloaded
 
 T = TypeVar("T")
 Region = tuple[slice, ...]
