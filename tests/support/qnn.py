@@ -186,7 +186,11 @@ def codes(model: nn.Module, output: Tensor) -> Tensor:
 
 
 def emulated(path: Path, x: Tensor) -> Tensor:
-    """The output of an ONNX file on the emulation of HTP, where no node may run elsewhere."""
+    """The output of an ONNX file on the emulation of HTP, where no node may run elsewhere.
+
+    HTP stores the right codes, but in vectors and matrices of more than 2,048 elements the values that it returns are
+    those of the next code for every fourth code.
+    """
     import onnxruntime
     import onnxruntime_qnn  # type: ignore[import-not-found]
 
