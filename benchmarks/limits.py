@@ -137,15 +137,12 @@ LIMITS: tuple[Limit, ...] = (
         0.5,
     ),
     Limit("models of torch.ao by `compat.aten`, training: time over torch", ROUTED, TORCH_AO, 1.0),
-    # The loops that stand for that library have its arithmetic without its checks: a few calls of torch for a threshold
-    # of mse, and Python for each bin of entropy.
     Limit(
-        f"entropy search in a histogram of {BINS} bins: time over pytorch-quantization's",
-        (Search("entropy"),),
+        f"entropy and mse search in a histogram of {BINS} bins: time over pytorch-quantization's",
+        (Search("entropy"), Search("mse")),
         LOOPS,
-        0.01,
+        1 / 100,
     ),
-    Limit(f"mse search in a histogram of {BINS} bins: time over pytorch-quantization's", (Search("mse"),), LOOPS, 0.15),
     Limit(
         f"percentile, entropy and mse search in {4 * BINS} bins: time over that in {BINS}",
         tuple(Search(method, 4 * BINS) for method in METHODS),

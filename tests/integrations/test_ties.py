@@ -36,6 +36,14 @@ def check(model: Any) -> None:
     assert not torch.equal(table.quantized_weight(), table.weight)
 
 
+def learning(name: str) -> tuple[Any, dict[str, Any]]:
+    """A calibrated model with learned scales, and its inputs."""
+    model, inputs = fq.prepare(tied(name), "int8"), ARCHITECTURES[name].inputs()
+    fq.calibrate(model, [inputs])
+    fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
+    return model, inputs
+
+
 def trained(model: nn.Module, name: str) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
@@ -85,9 +93,7 @@ def test_tied_layers_learn_one_range(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TIED)
 def test_tied_layers_learn_one_range_after_load_state_dict(name: str) -> None:
-    model, inputs = fq.prepare(tied(name), "int8"), ARCHITECTURES[name].inputs()
-    fq.calibrate(model, [inputs])
-    fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
+    model, inputs = learning(name)
     trained(model, name)
     again = fq.prepare(tied(name), "int8")
     nn.Sequential(again).load_state_dict({f"0.{key}": value for key, value in model.state_dict().items()})
@@ -103,9 +109,7 @@ def test_ranges_of_tied_layers_that_differ_come_back_as_they_are(name: str, tmp_
     from fakequant.integrations.transformers import enable_saving
 
     architecture = ARCHITECTURES[name]
-    model, inputs = fq.prepare(tied(name), "int8"), architecture.inputs()
-    fq.calibrate(model, [inputs])
-    fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
+    model, inputs = learning(name)
     head: Any = model.get_output_embeddings()._weight_quantizer  # type: ignore[operator]
     head.lsq = deepcopy(head.lsq)  # as where the layers were tied after `set_scales`
     head.lsq.step.data.mul_(1.5)
@@ -129,9 +133,7 @@ def test_tied_layers_are_saved_by_transformers(name: str, tmp_path: Path) -> Non
     from fakequant.integrations.transformers import enable_saving
 
     architecture = ARCHITECTURES[name]
-    model, inputs = fq.prepare(tied(name), "int8"), architecture.inputs()
-    fq.calibrate(model, [inputs])
-    fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
+    model, inputs = learning(name)
     enable_saving(trained(model, name)).save_pretrained(tmp_path)  # type: ignore[operator, type-var]
     again = getattr(transformers, architecture.model).from_pretrained(tmp_path)
     check(again)

@@ -148,8 +148,8 @@ def prepare(
             placed = Placement({}, held) if table is None else place(model, config, recording, table, held)
             sites, note = with_training(model, plan_sites(model, config, recording, placed.sites), recording, run)
             notes, unsuited = [*placed.notes, *note], placed.unsuited or unsuited
-            # A layer that is never called has none where a function reads its parameters and has the quantizers. Those
-            # of a tied table that stands for others, as Marian's `shared`, are read by quantized layers alone.
+            # A layer that is never called stays in float where a function reads its parameters: the function has the
+            # quantizers. Quantized layers may read them, too: in Marian two embeddings share the table `shared`.
             functions = (call for call in recording.calls if call.owner not in placed.layers)
             read = {value for call in functions for value in call.inputs}
             parameters = {parameter for value, parameter in enumerate(model.parameters()) if value in read}

@@ -20,7 +20,7 @@ from fakequant.delivery.formats import compressed_tensors
 from fakequant.delivery.schemes import PACKED, how_to_load, missed_cache
 from fakequant.errors import CheckpointError, ConfigError, ExportError, ShapeError
 from fakequant.nn.quantizer import Mode, quantizers
-from tests.support.language_models import BATCHES, llama, llava, logits, mixtral
+from tests.support.language_models import BATCHES, language_model, llama, llava, logits, mixtral
 
 pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -161,6 +161,9 @@ def test_tiles_over_two_weights_of_a_stack_are_refused_before_the_work(inner: in
     assert not (tmp_path / "new").exists()
 
 
+NARROW = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1}
+
+
 class Wrapped(nn.Module):
     """A model whose experts transformers does not know by their path."""
 
@@ -173,18 +176,7 @@ class Wrapped(nn.Module):
 
 
 def granite() -> Any:
-    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
-
-    config = GraniteMoeConfig(
-        vocab_size=32,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=32,
-        num_local_experts=2,
-    )
-    return GraniteMoeForCausalLM(config).eval()
+    return language_model("granitemoe", **NARROW, intermediate_size=32, num_local_experts=2)
 
 
 @pytest.mark.parametrize("make", [granite, Wrapped])
@@ -208,19 +200,7 @@ def test_layers_with_inputs_of_other_widths_are_not_merged(target: str | None, t
 
 
 def mamba() -> Any:
-    from transformers import Mamba2Config, Mamba2ForCausalLM
-
-    config = Mamba2Config(
-        vocab_size=32,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_heads=4,
-        head_dim=16,
-        state_size=4,
-        n_groups=1,
-        chunk_size=4,
-    )
-    return Mamba2ForCausalLM(config).eval()
+    return language_model("mamba2", **NARROW, num_heads=4, head_dim=16, state_size=4, n_groups=1, chunk_size=4)
 
 
 def with_infinity() -> Any:
