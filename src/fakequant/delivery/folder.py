@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -322,7 +322,12 @@ class FileNames:
     """
 
     def __init__(self, model: nn.Module, held: Iterable[str] = ()) -> None:
-        self._model: Any = model if is_of_transformers(model) else None
+        self._model: Any = None
+        if is_of_transformers(model):
+            # transformers looks for its models in a walk of all modules, for each tensor: 3 s for 128 layers.
+            self._model = copy(model)
+            parts = [(path, part) for path, part in model.named_modules() if is_of_transformers(part)]
+            vars(self._model)["named_modules"] = lambda *_, **__: iter(parts)
         base, own = f"{getattr(model, 'base_model_prefix', '')}.", {*model.state_dict()} if held else set[str]()
         is_below = any(name.startswith(base) and name.removeprefix(base) in own for name in held)
         self.prefix = base if self._model is not None and len(base) > 1 and is_below else ""
@@ -333,10 +338,7 @@ class FileNames:
         if self._model is not None:
             from transformers.core_model_loading import revert_weight_conversion
 
-            converted = revert_weight_conversion(self._model, found)  # type: ignore[arg-type]
-            if converted is found:  # no name of this model is converted; to learn that takes a walk of all its modules
-                self._model = None
-            found = converted
+            found = revert_weight_conversion(self._model, found)  # type: ignore[arg-type]
         return {f"{self.prefix}{key}": piece for key, piece in found.items()}
 
     def joined(self, name: str, pieces: Mapping[str, Tensor], shape: Sequence[int], channels: int | None) -> Tensor:
