@@ -328,12 +328,15 @@ def test_a_first_axis_that_holds_no_examples_gives_right_scores() -> None:
     assert 0.4 < mix.loss / mix.measured < 2.5
 
 
-def test_an_output_of_zero_has_no_scores() -> None:
+def test_an_output_of_zero_or_without_floats_has_no_scores() -> None:
     model = nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 2))
     with torch.no_grad():
         model[1].weight.zero_()
         model[1].bias.zero_()
-    with pytest.raises(ConfigError, match="every output of the model is 0, and scores are shares of its energy"):
+    with pytest.raises(ConfigError, match="every output of the model is 0, and scores are shares of the energy"):
+        fq.ptq.scores(model, [torch.randn(4, 32)], CHOICES, progress=False)
+    model.append(Calls(lambda _, x: x.argmax(-1)))
+    with pytest.raises(ConfigError, match="the model returns no floats, and scores are shares of the energy"):
         fq.ptq.scores(model, [torch.randn(4, 32)], CHOICES, progress=False)
 
 

@@ -362,7 +362,7 @@ def arriving_errors(
 
     Raises:
         CalibrationError: an output or a gradient holds NaN; the number of the batch is named.
-        ConfigError: no output has a gradient to a layer, or all outputs are 0.
+        ConfigError: no output has a gradient to a layer, all outputs are 0, or none holds floats.
     """
     parts: dict[tuple[str, str], list[Tensor]] = {(layer, name): [] for layer in layers for name in quantized}
     outputs = Distance()  # values that are infinite, as those of a mask are, have no error
@@ -374,7 +374,8 @@ def arriving_errors(
             outputs.add(found, found)
     energies = {place: energy for place, energy in outputs.energies.items() if energy}
     if not energies:
-        raise ConfigError("every output of the model is 0, and scores are shares of its energy; give measure=")
+        why = "every output of the model is 0" if outputs.energies else "the model returns no floats"
+        raise ConfigError(f"{why}, and scores are shares of the energy of its output; give measure=")
     least = min(energies.values())
     weights = {place: (least / energy) ** 0.5 for place, energy in energies.items()}  # at most 1, for half precision
     # Without gradients of parameters, torch need not keep inputs of layers, which a model may write into.
