@@ -261,7 +261,7 @@ def test_names_of_engines_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> Non
             fq.register_engine(wrong)
     assert "mine" in fq.known_engines()
     fq.register_engine(fq.Engine("bare", "not run"))
-    with pytest.raises(ConfigError, match="the engine bare names no presets"):
+    with pytest.raises(ConfigError, match="the engine bare has no presets"):
         fq.advise(nn.Sequential(nn.Linear(4, 4)), [torch.ones(2, 4)] * 2, target="bare")
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4)), "int8")
     for wrong in (["qnn"], "Qnn", fq.known_engines()["mlx"]):

@@ -500,7 +500,7 @@ class HeldOut(NamedTuple):
         held: the batches that judge the result; empty for a single batch, which is in `made`.
 
     >>> batches = HeldOut.of(Batches(list("abcde"), "improve").kept(), 4)
-    >>> batches.made.numbered, batches.judging.numbered
+    >>> batches.made.numbered, batches.held.numbered
     ({0: 'a', 2: 'c', 3: 'd', 4: 'e'}, {1: 'b'})
     """
 

@@ -523,7 +523,7 @@ def check_choice(spec: QuantSpec) -> None:
     scale = spec.scale
     if scale.is_exact or scale.needs_values:
         raise ExportError(
-            f"{spec}: the file cannot choose such scales for every tensor; calibrate the quantizer, or use {scale} for "
+            f"{spec}: the file cannot compute {scale} scales from each input; calibrate the quantizer, or use them for "
             "weights only"
         )
 

@@ -658,7 +658,7 @@ class _ByInductor:
             return self.function(*args)
         except Unsupported as error:
             raise GraphError(
-                f"torch.compile cannot record the graph; graph.to_torch() computes it: {str(error).splitlines()[0]}"
+                f"torch.compile cannot record the graph: {str(error).splitlines()[0]}; call graph.to_torch() without it"
             ) from error
 
 

@@ -556,7 +556,7 @@ def _fused(call: Call) -> list[TensorType]:
         if op.op_type == FUSED:
             raise GraphError(f"its body has another {FUSED}: {op}")
         if found := faults(op, [known[id] for id in op.input_ids]):
-            raise GraphError(f"its body has {op}: {found[0]}")
+            raise GraphError(f"its body has {op}, which is not valid: {found[0]}")
         if twice := [id for id in op.output_ids if id in known]:
             raise GraphError(f"its body has {op}, which makes t{twice[0]} a second time")
         known.update(zip(op.output_ids, op.outputs, strict=True))

@@ -383,7 +383,7 @@ class InProjection(_Projection):
 
 
 class OutProjection(_Projection):
-    """The weight of an attention layer's output projection, whose input is computed inside the call."""
+    """The weight of an attention layer's output projection, whose input the layer computes within its call."""
 
     @property
     def is_result(self) -> bool:  # type: ignore[override]

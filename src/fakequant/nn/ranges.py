@@ -180,7 +180,7 @@ _shared_by = lru_cache(maxsize=4096)(shared_by)  # asked at every call, and the 
 
 
 def straight_through(value: Tensor, parameter: Tensor, factor: float | Tensor = 1.0) -> Tensor:
-    """Return `value`, whose gradient times `factor` goes to `parameter` (straight-through), which must be finite.
+    """Return `value`; its gradient times `factor` goes to `parameter`, which must be finite (straight-through).
 
     >>> step = torch.tensor([1.4], requires_grad=True)
     >>> straight_through(step.ceil(), step, 0.5).backward()

@@ -356,9 +356,9 @@ def arriving_errors(
     quantized: Mapping[str, nn.Module],
     batches: KeptBatches,
 ) -> dict[tuple[str, str], Tensor]:
-    """Errors of the output in random directions [samples] by layer and choice; their mean square is the loss.
+    """Errors of the output, projected on random directions [samples], by layer and name of a preset.
 
-    The loss is a share of the output's energy; for several outputs it is the mean share.
+    The mean of their squares estimates the error as a share of the output's energy; for several outputs the mean share.
 
     Raises:
         CalibrationError: an output or a gradient holds NaN; the number of the batch is named.

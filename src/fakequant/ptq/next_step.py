@@ -54,7 +54,7 @@ def kinds_of(target: str | None) -> Sequence[Sequence[str]]:
     """
     kinds = (_ANY,) if target is None else find_engine(target).kinds
     if not kinds:
-        raise ConfigError(f"the engine {target} names no presets; give presets=, or the engine kinds=")
+        raise ConfigError(f"the engine {target} has no presets; pass presets=, or define the engine with kinds=")
     return kinds
 
 

@@ -191,7 +191,7 @@ def test_a_batch_of_nothing_but_padding_trains_nothing() -> None:
 def test_a_mask_that_fits_nothing_is_refused() -> None:
     model, schedule = fq.prepare(Tagger(), "INT4_WEIGHT_ONLY"), fq.qat.Schedule(1.0, 10)
     batch = {"ids": TOKENS, "labels": TAGS}
-    with pytest.raises(ConfigError, match=r"begins with the axes of the mask \[3, 5\]: \[3, 6\]"):
+    with pytest.raises(ConfigError, match=r"shape \[3, 5\], but no compared tensor begins with these axes: \[3, 6\]"):
         fq.qat.finetune(model, [batch], no_loss, schedule, teacher="self", mask=lambda _: torch.ones(3, 5).bool())
     with pytest.raises(ConfigError, match=r"mask= is for teacher="):
         fq.qat.finetune(model, [batch], no_loss, schedule, mask="keep")

@@ -73,12 +73,12 @@ class FunctionCall:
         number: its place in the run.
         owner: the path of the module whose `forward` calls it; None if a hook calls it.
         visit: the number of the call of the owner.
-        function: the canonical name, or the name of torch for functions that cannot be quantized; see `OF_A_CACHE`.
+        function: the canonical name, or the name of torch for functions that cannot be quantized.
         index: how many calls of the function came before in the same visit.
         inputs: all tensor arguments.
         outputs: all tensors of the result, and all tensors that the call writes to.
         operands: the values that could be quantized, by argument; empty for functions that cannot be quantized.
-        multiplications: the multiply-accumulates of a product; 0 for other functions, and for tables.
+        multiplications: the multiply-accumulates of a product; 0 for other functions, and for embeddings.
         where: the places in the code, from the call up to the owner's `forward`; empty for functions that cannot be
             quantized.
         equation: for a function whose axes depend on its arguments, the `einsum` that it computes; else empty.

@@ -176,8 +176,8 @@ class Distillation:
         elif not any(masks[-1] is mask for found in fitting for mask in found):
             shapes = ", ".join(str(list(x.shape)) for x in each)
             raise ConfigError(
-                f"no compared tensor begins with the axes of the mask {list(masks[-1].shape)}: {shapes}; give a mask "
-                "[batch, tokens] of such a tensor"
+                f"the mask has shape {list(masks[-1].shape)}, but no compared tensor begins with these axes: {shapes}; "
+                "give a mask with the axes [batch, tokens] of a compared tensor"
             )
         means = list[Tensor]()
         for x, found in zip(each, fitting, strict=True):

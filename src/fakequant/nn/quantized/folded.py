@@ -169,8 +169,8 @@ class FoldedLayer(QuantizedLayer):
         if now is not norm and (now is None or inside(now) is not norm):
             raise ConfigError(
                 f"the batch normalisation that is folded into {norm.layer} was replaced by a {type(now).__name__}, "
-                "which would normalise a second time; replace it before fold_batch_norm, as nn.SyncBatchNorm."
-                "convert_sync_batchnorm(model) does, or after merge_batch_norm"
+                "which would normalise a second time; replace it before fold_batch_norm or after merge_batch_norm, "
+                "also by nn.SyncBatchNorm.convert_sync_batchnorm(model)"
             )
         return norm
 

@@ -379,7 +379,7 @@ def params_of_block(
     scale_or_whole, zero_point, low, high, start, n, run, columns, period, CALL: tl.constexpr, TILING: tl.constexpr,
     BLOCK: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """The parameters of the elements of a block: scalars, one per row [BLOCK // 8, 1], or one per element."""
+    """Scale, its inverse, zero point, low and high of a block's elements: scalars, [BLOCK // 8, 1] or [BLOCK]."""
     if TILING.kind == "single":
         return load_params(scale_or_whole, zero_point, low, high, 0, start < n, COMPUTE, CALL)
     elif TILING.kind == "whole":

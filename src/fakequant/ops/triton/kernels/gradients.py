@@ -140,7 +140,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def halved_scale(sums, group, there, SWEEP: tl.constexpr):
-    """The square root of the factor after which the integer part of a group's products is their first digit."""
+    """The square root of a power of two that scales a group's products: their integer parts are then first digits."""
     half = power_of_two((1 - power_of(tl.load(sums + group, mask=there, other=0))) * 15)
     if SWEEP.across:
         return half[None, :]
@@ -150,7 +150,7 @@ def halved_scale(sums, group, there, SWEEP: tl.constexpr):
 
 @triton.jit
 def with_digits(digits, product, half):
-    """The sums of digits plus the digits of a product."""
+    """The sums of digits of 30 bits plus the digits of a product that is scaled by `half` twice."""
     d0, d1, d2, d3 = digits
     finite = tl.abs(product) < float("inf")
     rest = tl.where(finite, product, 0.0) * half * half

@@ -1,4 +1,4 @@
-"""Rounding to the values of a format without its bounds, ties to even, and to the dtype of a result.
+"""Rounding with ties to even: to the values of a format, without its largest value, and to the dtype of a result.
 
 All operations give the same bits in the interpreter and on GPUs: IEEE + * /, and operations on integers.
 """
