@@ -20,6 +20,7 @@ from fakequant.errors import CheckpointError
 from tests.delivery.formats import test_bitsandbytes, test_modelopt
 from tests.support.language_models import language_model
 from tests.support.quantized_folders import awq, gptq, net, read, words, write
+from tests.support.vision import import_torchvision
 
 pytest.importorskip("transformers")
 
@@ -199,3 +200,27 @@ def test_the_modules_of_a_model_are_walked_once(kind: str) -> None:
     found = [names.split(name, tensor) for name, tensor in model.state_dict().items()]
     assert len(walks) == 1
     assert ({*model.state_dict()} == {name for pieces in found for name in pieces}) == (kind == "llama")
+
+
+# A tensor of a file of transformers holds several of their weights: a query, a key and a value, or a gate and an up.
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [*((kind, "compressed-tensors") for kind in ("nomic_bert", "hrm_text", "molmo2_text")), ("nomic_bert", "torchao")],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_weights_that_transformers_merges_in_a_file_are_apart(kind: str, format: str, tmp_path: Path) -> None:
+    import_torchvision()
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SMALL, intermediate_size=64)
+    net: Any = transformers.AutoModel.from_config(config).eval()
+    model = fq.prepare(net, fq.Config("own", (fq.Rule("*_proj", weight=fq.TensorConfig("int8 per_channel(0)")),)))
+    batch = {"input_ids": torch.arange(8)[None], "use_cache": False}
+    folder = fq.deliver(model, tmp_path, format)
+    again: Any = fq.read(folder)
+    assert torch.equal(again(**batch)[0], model(**batch)[0])
+    if format == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+        report = fq.verify_delivery(folder, model, [batch])
+        assert (report.passed, [row.differing for row in report.outputs]) == (True, [0])

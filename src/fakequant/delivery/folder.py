@@ -311,6 +311,21 @@ def by_transformers(path: Path, dtype: torch.dtype, **options: Any) -> nn.Module
     return architecture.from_pretrained(path, dtype=dtype, **options).eval()
 
 
+def _separate(model: Any) -> list[Any]:
+    """The conversions of a model's tensors to those of its files, without those that merge tensors of the model.
+
+    Codes are not merged, as of a query, a key and a value; transformers also loads tensors by their names in the model.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    found = getattr(model, "_weight_conversions", None)
+    if found is None:  # as transformers saves a model that it did not load
+        held = get_model_conversion_mapping(model, add_legacy=False)
+        found = [one for one in held if not isinstance(one, PrefixChange)]
+    return [one for one in found if len(one.target_patterns) == 1]
+
+
 class FileNames:
     """Converts tensors of a model to tensors of files and back; files have a tensor for each expert of a stack.
 
@@ -328,6 +343,7 @@ class FileNames:
             self._model = copy(model)
             parts = [(path, part) for path, part in model.named_modules() if is_of_transformers(part)]
             vars(self._model)["named_modules"] = lambda *_, **__: iter(parts)
+            vars(self._model)["_weight_conversions"] = _separate(self._model)
         base, own = f"{getattr(model, 'base_model_prefix', '')}.", {*model.state_dict()} if held else set[str]()
         is_below = any(name.startswith(base) and name.removeprefix(base) in own for name in held)
         self.prefix = base if self._model is not None and len(base) > 1 and is_below else ""
