@@ -152,7 +152,7 @@ EXAMPLE_FAILS = (
     r"^the example, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: .*; give"
 )
 PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "prepare by bits": (lambda _: fq.prepare(net(), 8), r"a preset is given by its name, such as 'int8', got 8"),
+    "prepare by bits": (lambda _: fq.prepare(net(), 8), r"a preset's name is a text, such as 'int8', got 8"),
     "prepare by a dtype": (lambda _: fq.prepare(net(), torch.int8), r"such as 'int8', got torch\.int8"),
     "prepare turned round": (lambda _: fq.prepare("int8", net()), r"prepare takes a model first, got 'int8'"),
     "prepare twice": (lambda _: fq.prepare(ready(), "int8"), r"already prepared: it has 4 quantizers, the first is 0"),
@@ -174,8 +174,11 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda _: fq.search(ready(), [torch.ones(4, 8)], bits=6),
         r"search takes a float model; call it before",
     ),
-    "a rule with a specification": (lambda _: fq.Rule("2", "int8 per_token"), r"takes a preset, got the specification"),
-    "a rule with a number": (lambda _: fq.Rule("2", 4), r"a preset is given by its name, such as 'int8', got 4"),
+    "a rule with a specification": (
+        lambda _: fq.Rule("2", "int8 per_token"),
+        r"takes a preset as second argument, got",
+    ),
+    "a rule with a number": (lambda _: fq.Rule("2", 4), r"a preset's name is a text, such as 'int8', got 4"),
     "a rule for a number": (lambda _: fq.Rule(0, "int8"), r"a rule's pattern is a text, such as 'head' or '\*', got 0"),
     "a config of names": (lambda _: fq.Config("mine", ["int8"]), r"made of rules, got 'int8'; write Rule\("),
     "calibrate unprepared": (lambda _: fq.calibrate(net(), [X]), r"has no quantizers; call fakequant\.prepare\(model"),

@@ -55,7 +55,7 @@ def test_what_is_refused() -> None:
         fq.prepare(net(), "int8", skip="head")
     with pytest.raises(ConfigError, match="the rule 'head' matches no layer"):
         fq.prepare(net(), "int8", skip=["head"])
-    with pytest.raises(ConfigError, match=r"takes a configuration with one rule for all layers, and no input="):
+    with pytest.raises(ConfigError, match=r"exactly one rule for all layers, and cannot have input="):
         fq.Rule("2", fq.presets.INT8, weight="int4")
-    with pytest.raises(ConfigError, match="one rule for all layers"):
+    with pytest.raises(ConfigError, match="exactly one rule for all layers"):
         fq.Rule("2", fq.Config("none", ()))

@@ -55,17 +55,17 @@ def test_a_tied_weight_is_replaced_once_for_all_layers(weight, calibrate):
 @pytest.mark.parametrize(
     ("make", "difference"),
     [
-        (lambda: language(None), "only one of them quantizes"),
-        (lambda: language(head=None), "only one of them quantizes"),
-        (lambda: language(head="int4 per_channel(0)"), r"they quantize as int8 per_channel\(0\) and as int4 per_chan"),
-        (lambda: _with_other_scales(language()), r"they quantize as int8 per_channel\(0\) with different scales"),
+        (lambda: language(None), "only one of them quantizes it"),
+        (lambda: language(head=None), "only one of them quantizes it"),
+        (lambda: language(head="int4 per_channel(0)"), r"they quantize it as int8 per_channel\(0\) and as int4 per"),
+        (lambda: _with_other_scales(language()), r"they quantize it as int8 per_channel\(0\) with different scales"),
     ],
     ids=["float embedding", "float head", "other format", "other scales"],
 )
 def test_layers_that_would_not_agree_are_refused(make, difference):
     model = make()
     expected = model(TOKENS)
-    with pytest.raises(ConfigError, match=f"the layers embedding and head share one weight, which {difference}"):
+    with pytest.raises(ConfigError, match=f"the layers embedding and head share one weight, but {difference}"):
         fq.bake_weights(model)
     assert_same_bits(model(TOKENS), expected)
 

@@ -200,12 +200,12 @@ def test_mistakes_are_named(make: Callable[[], object], text: str) -> None:
     [
         ({"name": "x", "rules": [{"pattern": "*", "exection": "integer"}]}, "unknown key 'exection' in a rule; did"),
         ({"name": "x", "rule": []}, "unknown key 'rule' in a configuration; did you mean"),
-        ({"rules": []}, "needs a name"),
+        ({"rules": []}, "needs the key 'name'"),
         ({"name": "x", "rules": ["int8"]}, "expected a dict as made by to_dict, got 'int8'"),
-        ({"name": "x", "rules": {"pattern": "*"}}, "rules of a configuration cannot be {'pattern'"),
-        ({"name": 5}, "name of a configuration cannot be 5"),
-        ({"name": "x", "rules": [{"pattern": 5}]}, "pattern of a rule cannot be 5"),
-        ({"name": "x", "rules": [{"optional": "no"}]}, "optional of a rule cannot be 'no'"),
+        ({"name": "x", "rules": {"pattern": "*"}}, "'rules' of a configuration has a wrong type: {'pattern'"),
+        ({"name": 5}, "'name' of a configuration has a wrong type: 5"),
+        ({"name": "x", "rules": [{"pattern": 5}]}, "'pattern' of a rule has a wrong type: 5"),
+        ({"name": "x", "rules": [{"optional": "no"}]}, "'optional' of a rule has a wrong type: 'no'"),
         ({5: 5}, "unknown key 5 in a configuration"),
     ],
 )
@@ -265,7 +265,7 @@ def test_torchscript_says_to_prepare_what_was_written(script: Any, inside: bool)
     with warnings.catch_warnings(action="ignore"):
         net = script(nn.Sequential(nn.Linear(4, 4)).eval())
     model = nn.Sequential(net) if inside else net
-    with pytest.raises(ConfigError, match=r"is of TorchScript, .* is seen; prepare the model as"):
+    with pytest.raises(ConfigError, match=r"is TorchScript, .* of torch; prepare the model as"):
         fq.prepare(model, "int8")
 
 

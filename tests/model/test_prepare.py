@@ -144,7 +144,7 @@ def test_autocast() -> None:
 
 def test_fold_refuses_a_quantizer_that_is_off() -> None:
     model = calibrated()
-    with disabled(model), pytest.raises(ConfigError, match="stem: its weight quantizer is off"):
+    with disabled(model), pytest.raises(ConfigError, match="stem: the mode of the weight quantizer is 'off'"):
         bake_weights(model)
     assert model.stem._weight_quantizer is not None
 
@@ -177,7 +177,7 @@ def test_fold_refuses_a_computed_weight_until_it_is_made_permanent(kind: str) ->
     compute(model[1])
     x = torch.ones(2, 4)
     expected = model(x)
-    with pytest.raises(ConfigError, match=r"^1: its weight is computed .* make the weight a parameter first"):
+    with pytest.raises(ConfigError, match=r"^1: the weight is computed .* make it a parameter first"):
         bake_weights(model)
     assert model[0]._weight_quantizer is not None
     assert torch.equal(model(x), expected)

@@ -33,12 +33,12 @@ _NAMED = 4
 def store_codes(model: Model, pattern: str = "*") -> Model:
     """Replace quantized weights by packed codes and scales, in place, for training with frozen weights.
 
-    Calls and gradients stay the same to the bit. A layer unpacks its weight for its product, and again in the backward
-    pass, so that a model takes the memory of its codes. The weights are frozen: a write to a weight is refused. Scales
-    are fixed; weights without scales get the scales of their next call.
+    Outputs and gradients stay the same to the bit. A layer unpacks its weight for its product, and again in the
+    backward pass, so that the model takes only the memory of codes and scales. The weights are frozen: a write to a
+    weight is refused. Scales are fixed; a weight without fixed scales gets those that its next call would compute.
 
     Args:
-        model: a prepared model; one warning names the quantized weights that stay in float, and why.
+        model: a prepared model; a warning names the quantized weights that stay in float, with the reasons.
         pattern: a pattern of the layers' paths in the model; `*` matches any characters (fnmatch).
 
     Raises:
@@ -71,7 +71,7 @@ def store_codes(model: Model, pattern: str = "*") -> Model:
 
 
 def _places(model: nn.Module, pattern: str) -> Iterator[tuple[str, list[Product]]]:
-    """The name of each quantized parameter of a layer that `pattern` matches, and the products that read it."""
+    """The name of each quantized parameter whose layer matches `pattern`, and the products that read the parameter."""
     readers: dict[int, dict[str, Product]] = {}
     for path, product in quantized_weights(model).items():
         readers.setdefault(id(product.parameter), {})[path] = product
@@ -105,7 +105,7 @@ def _store(weights: QuantizedWeights, name: str, readers: list[Product]) -> None
 @accepts_wrapped_model
 @torch.no_grad()
 def store_floats(model: Model, pattern: str = "*") -> Model:
-    """Turn weights that `store_codes` packed back into floats with fixed codes, in place; the weights stay frozen.
+    """Unpack to floats, in place, the weights that `store_codes` packed; codes stay fixed, and weights stay frozen.
 
     Args:
         model: a prepared model; weights that are in float are not changed.
@@ -140,15 +140,15 @@ def _give_floats(stored: StoredWeight, readers: list[Product]) -> None:
 def bake_weights(model: Model) -> Model:
     """Replace every quantized weight by its quantized values, in place, and remove its quantizer.
 
-    The model computes the same as before, without quantizing weights again in every pass. Last bits change only in
-    recurrent layers without other quantizers, which torch's own kernel computes from then on. A weight that several
-    layers share, as embedding and head of a language model do, is replaced once for all of them. A parameter that a
-    model's own `forward` passes to functions is replaced if a single call reads it; otherwise it keeps its quantizers.
-    An interrupt is raised after the last weight.
+    The model computes the same as before, without quantizing weights again in every pass. Only recurrent layers without
+    other quantizers may change in their last bits, because torch's kernel computes them from then on. A weight that
+    several layers share, like that of the embedding and the head of a language model, is replaced once for all of them.
+    A parameter that a model's own `forward` passes to functions is replaced if a single call reads the parameter;
+    otherwise the parameter keeps its quantizers. After an interrupt (Ctrl-C) the remaining weights are still replaced.
 
     Raises:
-        ConfigError: the model has no quantizers; or a weight has a quantizer that is off, is shared by two layers that
-            quantize it in different ways (both are named), is computed from other tensors, or is sharded over
+        ConfigError: the model has no quantizers; a weight's quantizer is off; two layers, which are named, share a
+            weight and quantize it in different ways; or a weight is computed from other tensors, or sharded over
             processes. Nothing is changed.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
@@ -165,13 +165,13 @@ def bake_weights(model: Model) -> Model:
         path = layer_of(name)
         if weight.quantizer.mode is not Mode.QUANTIZE:
             raise ConfigError(
-                f"{path}: its weight quantizer is {weight.quantizer.mode.value}; set its mode to QUANTIZE first"
+                f"{path}: the mode of the weight quantizer is {weight.quantizer.mode.value!r}; set it to Mode.QUANTIZE"
             )
         own = weight.owner._buffers.get(weight.name) if weight.parameter is None else weight.parameter
         if own is None or weight.tensor is not own:
             raise ConfigError(
-                f"{path}: its weight is computed (weight_norm, pruning, a parametrization) and cannot be replaced; "
-                "make the weight a parameter first, for example by prune.remove or remove_parametrizations"
+                f"{path}: the weight is computed from other tensors (weight_norm, pruning, a parametrization), so that "
+                "it cannot be replaced; make it a parameter first, as by prune.remove or remove_parametrizations"
             )
     by_tensor: dict[int, dict[str, Product | None]] = {id(weight.tensor): {} for weight in weights.values()}
     by_place = {(weight.owner, id(weight.tensor)): weight for weight in weights.values()}
@@ -186,16 +186,16 @@ def bake_weights(model: Model) -> Model:
             for name, weight in users.items():
                 one, other, difference = users[first], weight, None
                 if one is None or other is None:
-                    difference = "only one of them quantizes"
+                    difference = "only one of them quantizes it"
                 elif one.quantizer.spec != other.quantizer.spec:
-                    difference = f"they quantize as {one.quantizer.spec} and as {other.quantizer.spec}"
+                    difference = f"they quantize it as {one.quantizer.spec} and as {other.quantizer.spec}"
                 elif one is not other and not torch.equal(one.quantizer(one.tensor), other.quantizer(other.tensor)):
-                    difference = f"they quantize as {one.quantizer.spec} with different scales"
+                    difference = f"they quantize it as {one.quantizer.spec} with different scales"
                 if difference is not None:
                     pair = " and ".join(other for other in users if other in (first, name))
                     raise ConfigError(
-                        f"the layers {pair} share one weight, which {difference}, so that its replacement would "
-                        "change other layers; quantize the weight alike in all, or give each layer a copy: "
+                        f"the layers {pair} share one weight, but {difference}, so that no replacement of the weight "
+                        "fits both; quantize the weight alike in both layers, or give each layer a copy: "
                         "layer.weight = nn.Parameter(layer.weight.detach().clone())"
                     )
         warn_stale_scales(model)
@@ -219,7 +219,7 @@ def fold(model: Model) -> Model:
 
 @torch.no_grad()
 def _bake_all(groups: list[list[Product]]) -> None:
-    """Quantize the tensor that each group of products shares, in place; an interrupt is raised after the last group."""
+    """Quantize the tensor that each group of products shares, in place; after an interrupt the last groups follow."""
     begun: dict[int, Tensor] = {}
     separate(weights[0].tensor for weights in groups)
 

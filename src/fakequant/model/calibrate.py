@@ -46,7 +46,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class CalibratorByValue(Calibrator):
-    """A calibrator for each bin (interval) of a value, such as the timestep of a diffusion model."""
+    """Several calibrators: one for each bin (interval) of a value such as the timestep of a diffusion model."""
 
     def __init__(self, by_value: ByValue, bins: Sequence[Calibrator]) -> None:
         super().__init__(bins[0].spec)
@@ -62,10 +62,13 @@ class CalibratorByValue(Calibrator):
         return CalibratorByValue(self.by_value, [make() for _ in self.bins])
 
     def observe(self, x: Tensor) -> None:
-        """Add x to the calibrator of the bin that the present call falls into; rows of x may go to different bins."""
+        """Add x to the calibrator of the present call's bin; if each row has a bin, add it to that bin's calibrator."""
         bins = self.by_value.now()
         if bins is None:
-            raise CalibrationError(f"called without {self.by_value.name}: let batches call the whole model, not a part")
+            raise CalibrationError(
+                f"a layer was called outside of a call of the model, where {self.by_value.name} is not known; let "
+                "batches call the whole model, not a part"
+            )
         if len(bins) == 1:
             self.bins[int(bins)].observe(x)
             return
@@ -92,7 +95,7 @@ class CalibratorByValue(Calibrator):
 
     def load_from(self, other: Calibrator) -> None:
         if not isinstance(other, CalibratorByValue):
-            raise ConfigError("was calibrated without by=")
+            raise ConfigError("the counts come from a calibration without by=, so that they have no bins")
         for own, another in zip(self.bins, other.bins, strict=True):
             if another.observed:
                 own.load_from(another)
@@ -117,7 +120,7 @@ class CalibratorByValue(Calibrator):
         ranges = [own for own in (found[place] for place in places) if own is not None]
         shapes = {tuple(own.lo.shape) for own in ranges}
         if len(shapes) > 1 and any(own.lo.numel() > 1 for own in ranges):
-            raise ShapeError(f"the groups of bins have different shapes, {sorted(shapes)}; use per_tensor")
+            raise ShapeError(f"the bins have ranges of different shapes, {sorted(shapes)}; use per_tensor")
         shape = ranges[0].lo.shape  # one group has the rank of what it saw
         return [Range(own.lo.reshape(shape), own.hi.reshape(shape)) for own in ranges]
 
@@ -145,20 +148,20 @@ def chosen_values(
     boundaries: Sequence[float] | None,
     processes: Ranks,
 ) -> tuple[ByValue | None, Batches]:
-    """The `ByValue` that chooses among ranges (None: one range), and the batches, stored if they decide the bins."""
+    """The `ByValue` that chooses among ranges (None: one range), and the batches, stored if bins are made from them."""
     if by is None:
         if bins is not None or boundaries is not None:
             raise ConfigError(
-                'bins= and boundaries= divide the values of an argument; give its name, such as by="timestep"'
+                'bins= and boundaries= divide the values that by= names, but by= is missing; pass it, as by="timestep"'
             )
         return None, data
     if bins is not None and boundaries is not None:
-        raise ConfigError("bins= and boundaries= both say where the bins lie; give one of them")
+        raise ConfigError("bins= and boundaries= both say where the bins lie; pass only one of them")
     if boundaries is not None:
         return ByValue(by, boundaries), data
     count = DEFAULT_BINS if bins is None else bins
     if type(count) is not int or count < 2:
-        raise ConfigError(f"bins= is a number of at least 2, got {shown(bins)}; leave out by= for one range")
+        raise ConfigError(f"bins= must be an integer of at least 2, got {shown(bins)}; for one range leave out by=")
     kept = data.kept()
     reader, seen = Reader(model, ByValue(by, [0.0])), list[Tensor]()
 
@@ -173,7 +176,9 @@ def chosen_values(
             with suppress(CallEnded):
                 kept.run(model, batch)
     if not seen:
-        raise CalibrationError("no batch called the model, so that there are no values; let forward= call the model")
+        raise CalibrationError(
+            "no batch called the model, so that by= has no values; pass batches, and a forward= that calls the model"
+        )
     values = torch.cat(processes.all(torch.cat(seen)))
     return ByValue(by, boundaries_of(values, count, by)), kept
 
@@ -187,8 +192,8 @@ def boundaries_of(values: Tensor, count: int, by: By = "value") -> list[float]:
     ordered, distinct = values.sort().values, values.unique()
     if len(distinct) < 2:
         raise CalibrationError(
-            f"all calls have the value {distinct[0].item():g} of {ByValue(by, [0.0]).name}, which makes one bin; give "
-            "batches with several values, or leave out by="
+            f"{ByValue(by, [0.0]).name} is {distinct[0].item():g} in all calls, which makes a single bin; pass batches "
+            "with several values, or leave out by="
         )
     ends = [ordered[len(ordered) * place // count] for place in range(1, count)]
     starts = torch.stack(ends) if len(distinct) > count else distinct[1:]
@@ -255,7 +260,7 @@ def check_bins(by_value: ByValue | None, calibrators: Mapping[str, Calibrator | 
     everywhere = set.intersection(*missing.values()) if missing else set[int]()
     if everywhere:
         spans = ", ".join(by_value.span(place) for place in sorted(everywhere))
-        raise CalibrationError(f"no batch has {spans}; give batches with such values, or other boundaries")
+        raise CalibrationError(f"no batch has {spans}; pass batches with such values, or other boundaries")
     some = [name for name, places in missing.items() if places]
     if some:
         warn_user(
@@ -285,7 +290,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     group: Any = None,
     **options: Any,
 ) -> dict[str, Calibrator]:
-    """Find the ranges of all static quantizers: of inputs by running batches, of weights as the layers' calls use them.
+    """Find the ranges of all static quantizers: those of inputs from batches, those of weights from the weights.
 
     The model runs in float and in eval mode; nothing is changed if anything fails. With a pattern, layers that do not
     match run quantized if they have ranges, and in integers if `set_execution` says so. Later layers are calibrated on
@@ -314,14 +319,14 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             or a key of dict batches, such as "attention_mask". A `CalibrationWarning` names inputs of other shapes.
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
         unseen: how to treat layers that need data, but that no batch reached. "error" raises an error. "float" leaves
-            the layers in float, with a `CalibrationWarning`. "siblings" gives their inputs the merged ranges of the
-            layers at the same place in other members of their `nn.ModuleList`, as for the experts of a mixture, with a
-            warning too. Inputs that are zero in every batch are also named by a `CalibrationWarning`: with "error" only
-            these inputs stay in float until a calibration finds a range, with "float" their layers stay in float, and
-            with "siblings" the inputs get the merged ranges. A layer that needs no data stays in float if another
-            module uses its weight without calling the layer: a `CoverageWarning` names it. The warning also names
-            layers that are called if another module reads their weight, in the first batch of each shape, dtype or
-            flag.
+            the layers in float. "siblings" gives their inputs the merged ranges of the layers at the same place in
+            other members of their `nn.ModuleList`, as for the experts of a mixture. With "float" and "siblings" a
+            `CalibrationWarning` names the layers. Another `CalibrationWarning` names inputs that are zero in every
+            batch: with "error" only these inputs stay in float until a calibration finds a range, with "float" their
+            layers stay in float, and with "siblings" the inputs get the merged ranges. A layer that needs no data stays
+            in float if it is not called, but another module uses its weight; a `CoverageWarning` names the layer. This
+            warning also names layers that are called and whose weight another module uses, too, in the first batch of
+            each shape, dtype or flag.
         by: a value, such as the timestep of a diffusion model, that chooses one of several ranges for the inputs of a
             call: the name of an argument of `forward`, or a function that is called with the same arguments. The value
             is a number, or a tensor with a number for each row of the batch.
@@ -335,7 +340,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         options: options for the calibrators of the inputs, for example percentile=99.9.
 
     Returns:
-        The calibrators of all static quantizers by name, with their histograms.
+        For the name of each quantizer that got a range, its calibrator, with the histogram if the method has one.
 
     Raises:
         CalibrationError: a batch has NaN or inf (the quantizer is named); the model fails on a batch (the batch and the
@@ -443,9 +448,9 @@ def recalibrate(
 ) -> dict[str, Calibrator]:
     """Find the ranges of inputs by another method, from the counts of `calibrate`: the batches need not run again.
 
-    Percentile, entropy and mse collect the same counts, and max needs less: one pass over the batches by one of these
-    three serves all four. The model, and a copy of it, has the counts of its last `calibrate`; checkpoints do not. The
-    counts take 64 KiB per input quantizer with one scale (8 bytes by max); `quantizer.collected = None` frees them.
+    A calibration by percentile, entropy or mse collects counts that serve all three methods, and max. The model, and a
+    copy of it, has the counts of its last `calibrate`; checkpoints do not. The counts take 64 KiB per input quantizer
+    with one scale (8 bytes with max); `quantizer.collected = None` frees them.
 
     Args:
         model: a calibrated model; its weights keep their ranges.
@@ -483,11 +488,13 @@ def recalibrate(
             raise ConfigError(
                 f"{len(missing)} of {len(static)} input quantizers have no counts of calibrate, the first is "
                 f"{missing[0]} (a checkpoint does not hold counts); run fakequant.calibrate(model, batches, method), "
-                "or give the result of an earlier call as calibrators="
+                "or pass the result of an earlier call as calibrators="
             )
         calibrators = {name: q.collected for name, q in static.items() if q.collected is not None}
     if unknown := sorted(set(calibrators) - set(found)):
-        raise ConfigError(f"the model has no quantizers {', '.join(unknown)}; give the result of calibrate for it")
+        raise ConfigError(
+            f"the model has no quantizers {', '.join(unknown)}; pass what calibrate returned for this model"
+        )
     adopted: dict[str, Calibrator] = {}
     for name, used in calibrators.items():
         if found[name].kind is Kind.INPUT:
@@ -535,11 +542,11 @@ def ranges_of(quantizers: Iterable[Quantizer], layers: Iterable[nn.Module] = ())
 def fix_global_scales(
     model: Model, batches: Iterable[Any], *, inputs: Inputs | None = None, forward: Forward | None = None
 ) -> Model:
-    """Fix the per-tensor scale of the NVFP4 inputs of a prepared model, in place; the model is returned.
+    """Fix the per-tensor scale of each NVFP4 input of a prepared model, in place; the model is returned.
 
-    The preset `NVFP4` chooses this scale for each input anew. A file of compressed-tensors stores 1 / scale = 448 * 6 /
-    amax for each layer, with amax the largest magnitude in some batches. The scales of blocks stay dynamic. Larger
-    inputs are clamped.
+    By default the preset `NVFP4` computes this scale anew in each call. Here it becomes amax / (448 * 6), where amax is
+    the largest magnitude of the input in the batches; files of compressed-tensors store 1 / scale. The scales of
+    blocks stay dynamic. Values beyond amax are clamped.
 
     Args:
         model: a prepared model with dynamic inputs whose block scales are multiplied by one per-tensor scale.
@@ -559,7 +566,7 @@ def fix_global_scales(
     found = _under_global_scales(model)
     if not found:
         raise CalibrationError(
-            "no dynamic input has block scales and a per-tensor scale; prepare the model by a preset such as NVFP4"
+            "no dynamic input has block scales and a per-tensor scale; prepare the model with a preset such as NVFP4"
         )
     _fix_global_scales(model, found, Batches(batches, "fix_global_scales", inputs=inputs, forward=forward))
     return model
@@ -592,7 +599,7 @@ def _fix_global_scales(model: nn.Module, found: Mapping[str, Quantizer], given: 
             given.run(model, batch)
     zero = torch.zeros((), device="cpu")
     if left := [name for name, one in found.items() if not bool(largest.get(one.range_group or name, zero) > 0)]:
-        raise CalibrationError(f"no batch has values other than 0 for {listed(left)}; give batches that reach them")
+        raise CalibrationError(f"{listed(left)} got only zeros, or no data; pass batches that reach them with values")
     with restore_on_error(state_of(found.values())):
         for name, one in found.items():
             scale = one.spec.scale

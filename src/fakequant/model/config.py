@@ -44,7 +44,7 @@ ALIASES = {
 
 
 def find_preset(name: str) -> Any:
-    """The preset called `name`, also by another library's name. Case does not count, and `-` equals `_`.
+    """The preset with a name of this package or of another library; case does not count, and `-` equals `_`.
 
     Raises:
         ConfigError: no preset has this name; the message lists the nearest names.
@@ -56,7 +56,7 @@ def find_preset(name: str) -> Any:
     """
     if not isinstance(name, str):
         raise ConfigError(
-            f"a preset is given by its name, such as 'int8', got {name!r:.80}; or make a fakequant.Config"
+            f"a preset's name is a text, such as 'int8', got {name!r:.80}; for your own rules pass a fakequant.Config"
         )
     upper = name.upper().replace("-", "_")
     upper = ALIASES.get(upper, upper)
@@ -68,7 +68,7 @@ def find_preset(name: str) -> Any:
 
 
 def register_preset(config: Config) -> Config:
-    """Make a configuration known by its name to `prepare`, rules and the command line; upper and lower case are equal.
+    """Let `prepare`, rules and the command line find a configuration by its name, in upper or lower case.
 
     Raises:
         ConfigError: another preset has the name, or the name has other characters than letters, digits and `_`.
@@ -94,7 +94,7 @@ _NO_AXIS = 1 << 30  # of no tensor
 
 @dataclass(frozen=True)
 class TensorConfig:
-    """How a tensor of a layer is quantized: a specification, and whether the range is dynamic, computed in each call.
+    """How a tensor of a layer is quantized: a specification, and whether the range is dynamic (computed in each call).
 
     >>> print(TensorConfig("int8 per_token", dynamic=True))
     int8 per_token dynamic
@@ -114,7 +114,7 @@ class TensorConfig:
         return f"TensorConfig({str(self.spec)!r}{', dynamic=True' if self.dynamic else ''})"
 
     def placed(self, axes: dict[int, int], kernel: Kernel = NO_KERNEL) -> TensorConfig:
-        """The configuration for the tensor of a layer: `axes` maps an axis named by its role to the tensor's axis."""
+        """The configuration for a layer's tensor, in which axis `axes[i]` has the role that axis i has here."""
         given = self.spec.granularity
         granularity = given.remap_axes(axes)
         if kernel.window and given.remap_axes({-1: _NO_AXIS}) != given:  # other axes than -1 are meant literally
@@ -123,11 +123,11 @@ class TensorConfig:
         return TensorConfig(spec, self.dynamic)
 
     def for_each(self) -> TensorConfig:
-        """The configuration for a stack [tensors, ...], quantized one by one, see `Granularity.for_each`."""
+        """The configuration for a stack [tensors, ...] of tensors with separate scales, see `Granularity.for_each`."""
         return TensorConfig(self.spec.regrouped(lambda one: one.for_each()), self.dynamic)
 
     def to_text(self) -> str:
-        """The text for files, `str(self)`; see `QuantSpec.to_text`."""
+        """Return `str(self)`, for files; raises SpecError if it could not be read back, see `QuantSpec.to_text`."""
         self.spec.to_text()
         return str(self)
 
@@ -146,21 +146,21 @@ _TENSORS = ("input", "weight", "output", "gradient")
 
 @dataclass(frozen=True)
 class Rule:
-    """Which layers a rule matches, by name pattern and type, and how they are quantized.
+    """A rule: the layers, or the calls of functions, that it matches, and how they are quantized.
 
     Args:
         pattern: a pattern that matches the layer's path in the model; `*` matches any characters (fnmatch).
         preset: a preset or its name; the rule quantizes like the preset's rule for all layers: `Rule("head", "int8")`.
         input: instead of a preset, how inputs are quantized; None leaves inputs in float.
         weight: instead of a preset, how the weight is quantized; None leaves the weight in float.
-        layers: float layers by class name or as classes ("Linear", nn.Conv2d), stored as names; empty for every layer
-            that can be quantized. A subclass that computes like its base also matches by the name of its base.
+        layers: classes of float layers, as names or classes ("Linear", nn.Conv2d), stored as names; empty for every
+            layer that can be quantized. A subclass that computes like its base also matches by the base's name.
         ops: functions that a `forward` calls, by name ("add", "matmul", "sdpa", "cat", "softmax", "linear" ...). A rule
             with `ops` quantizes only calls of these functions; its pattern matches the path of the module whose
-            `forward` calls them, or the path of one call, as "block.0._sites.add_1". `input` is for computed tensors,
-            and for constants of functions that are not products; `weight` is for the parameters of products. `prepare`
-            then needs an example.
-        optional: whether the rule may match nothing.
+            `forward` calls them, or the path of one call, as "block.0._sites.add_1". In these calls `weight` quantizes
+            parameters of products, and `input` computed tensors, and constants of other functions. `prepare` then
+            needs an example.
+        optional: whether it is allowed that the rule matches nothing.
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
         output: how results are quantized; None, as in all presets, does not quantize them.
         gradient: how the products of the backward pass are quantized, a `GradientConfig` or its text, such as
@@ -209,15 +209,16 @@ class Rule:
         if preset is not None:
             if isinstance(preset, (QuantSpec, TensorConfig)) or (isinstance(preset, str) and _is_specification(preset)):
                 raise ConfigError(
-                    f"Rule({self.pattern!r}, ...) takes a preset, got the specification {str(preset)!r}; use a "
-                    f"keyword: Rule({self.pattern!r}, input={str(preset)!r}), or weight="
+                    f"Rule({self.pattern!r}, ...) takes a preset as second argument, got the specification "
+                    f"{str(preset)!r}; pass it by keyword, as Rule({self.pattern!r}, input={str(preset)!r}) or weight="
                 )
             config: Config = preset if isinstance(preset, Config) else find_preset(preset)
             general = [rule for rule in config.layer_rules if rule.pattern == "*" and not rule.layers]
             if len(general) != 1 or any(x is not None for x in (self.input, self.weight, self.output)):
                 raise ConfigError(
-                    f"Rule({self.pattern!r}, {config.name}) takes a configuration with one rule for all layers, and no "
-                    "input=, weight= or output= beside it; write Rule(pattern, input=..., weight=...)"
+                    f"Rule({self.pattern!r}, {config.name}) needs a configuration with exactly one rule for all "
+                    "layers, and cannot have input=, weight= or output= as well; write Rule(pattern, input=..., "
+                    "weight=...)"
                 )
             for name in _TENSORS:
                 if getattr(self, name) is None:
@@ -231,7 +232,7 @@ class Rule:
                     f"a rule's {name} must be a {kind.__name__}, a QuantSpec, a text or None, got {value!r:.80}"
                 )
         if self.gradient is not None and self.leaves_in_float:
-            raise ConfigError("gradient= needs a layer whose input or weight is quantized; give input= or weight=, too")
+            raise ConfigError("gradient= needs a layer whose input or weight is quantized; pass input= or weight=, too")
         object.__setattr__(self, "execution", as_execution(self.execution))
         several = isinstance(self.layers, Iterable) and not isinstance(self.layers, (str, type))
         given: tuple[Any, ...] = tuple(self.layers) if several else (self.layers,)
@@ -261,10 +262,11 @@ class Rule:
         return not self.layers or not {type(module).__name__, computed_class(module).__name__}.isdisjoint(self.layers)
 
     def tensor(self, role: Role, axes: dict[int, int], kernel: Kernel = NO_KERNEL) -> TensorConfig | None:
-        """How a tensor with a role is quantized, with the tensor's axes; None if it stays in float.
+        """How the tensor with a role is quantized, in terms of the tensor's axes; None if the tensor stays in float.
 
         Blocks of a weight hold whole kernels. If the input has blocks too, the blocks of both lie along the channels of
-        one position, so that an engine can multiply block by block; a depthwise convolution has one channel in a sum.
+        one position, so that an engine can multiply block by block; not in depthwise convolutions, whose sums have a
+        single channel.
         """
         config: TensorConfig | None = getattr(self, role.value)
         in_blocks = self.input is not None and isinstance(self.input.spec.granularity, PerBlock)
@@ -278,7 +280,7 @@ class Rule:
         return canonical_ops(self.ops)
 
     def matches_any(self, names: Iterable[str], module: nn.Module) -> bool:
-        """Whether the rule matches a layer by any of its paths."""
+        """Whether the rule matches a layer by any of the layer's paths, `names`."""
         return any(self.matches(name, module) for name in names)
 
     @property
@@ -287,7 +289,7 @@ class Rule:
         return self.input is None and self.weight is None and self.output is None
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict, for JSON."""
+        """The rule as a plain dict, for JSON."""
         return {
             "pattern": self.pattern,
             **{name: (own := getattr(self, name)) and own.to_text() for name in _TENSORS},
@@ -303,7 +305,7 @@ class Rule:
         """The rule of a dict made by `to_dict`; missing keys take their defaults.
 
         Raises:
-            ConfigError: an unknown key or value.
+            ConfigError: a key or a value is unknown.
 
         >>> Rule.from_dict({"pattern": "head"}) == Rule("head")
         True
@@ -317,11 +319,11 @@ TABLES = Rule(layers=("Embedding", "EmbeddingBag"), optional=True, tied=True)
 
 @dataclass(frozen=True)
 class Config:
-    """A named list of rules; the last rule that matches a layer is used.
+    """A configuration: a named list of rules that say which layers are quantized, and how.
 
     Args:
-        name: the name for messages and reports; if rules are given instead, it is "own rules".
-        rules: a rule, or several.
+        name: the name in messages and reports; without it, as in `Config([rule, rule])`, the name is "own rules".
+        rules: a rule, or several; the last rule that matches a layer is used.
 
     >>> config = presets.INT8.with_rule(Rule("stem"))     # as INT8, but the layer `stem` stays in float
     """
@@ -350,7 +352,7 @@ class Config:
         return replace(self, rules=self.rules + rules)
 
     def for_model(self, model: nn.Module) -> Config:
-        """The configuration itself; a `ModelConfig` adds the rules that follow from a float model."""
+        """The configuration itself; a `ModelConfig` adds the rules that it makes for a float model."""
         return self
 
     @property
@@ -364,16 +366,17 @@ class Config:
         return tuple(rule for rule in self.rules if rule.ops)
 
     def resolve(self, model: nn.Module, *, any_module: bool = False) -> dict[str, Rule]:
-        """The last rule that matches each layer that can be quantized, by the path of the layer.
+        """For the path of each layer that can be quantized: the last rule that matches the layer.
 
-        A layer with several paths matches by any of them, and is listed by the first. A rule that leaves layers in
-        float may match only layers without a quantized form.
+        A later rule with `tied` replaces this rule for layers that share a weight with a layer of the later rule. A
+        layer with several paths matches by any of them, and is listed by the first.
 
         Args:
             any_module: whether a rule may match modules that are not layers, for the functions that these modules call.
 
         Raises:
-            ConfigError: a rule that is not optional matches nothing; the nearest candidates are named.
+            ConfigError: a rule that is not optional matches nothing; the layers that can be quantized are named. A
+                rule that leaves layers in float is not refused if it matches a layer without a quantized form.
         """
         candidates = {name: module for name, module in model.named_modules() if quantized_class(module) is not None}
         names = all_names(model)
@@ -397,7 +400,7 @@ class Config:
         return held | followers
 
     def last_rules(self, model: nn.Module) -> dict[nn.Module, Rule]:
-        """The last rule for layers that matches each module."""
+        """For each module that rules for layers match: the last of these rules."""
         matched = _matched(self.layer_rules, all_names(model))
         return {module: rule for rule, modules in matched for module in modules}
 
@@ -406,7 +409,7 @@ class Config:
         return {module for module, rule in self.last_rules(model).items() if rule.leaves_in_float}
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict, for JSON."""
+        """The configuration as a plain dict, for JSON."""
         return {"name": self.name, "rules": [rule.to_dict() for rule in self.rules]}
 
     @classmethod
@@ -414,14 +417,14 @@ class Config:
         """The configuration of a dict made by `to_dict`.
 
         Raises:
-            ConfigError: an unknown key or value, or no name.
+            ConfigError: a key or a value is unknown, or the name is missing.
 
         >>> Config.from_dict(presets.INT8.to_dict()) == presets.INT8
         True
         """
         values = _with_known_keys(cls, values, "a configuration")
         if "name" not in values:
-            raise ConfigError(f"a configuration needs a name, got {values}")
+            raise ConfigError(f"a configuration needs the key 'name', got {values}")
         return cls(values["name"], tuple(Rule.from_dict(rule) for rule in values.get("rules", ())))
 
 
@@ -473,7 +476,7 @@ def _with_known_keys(cls: type[Any], values: Any, what: str) -> dict[str, Any]:
     check_keys(values, [one.name for one in fields(cls)], what, ConfigError)
     for key, kind in (("name", str), ("pattern", str), ("optional", bool), ("rules", (list, tuple))):
         if key in values and not isinstance(values[key], kind):
-            raise ConfigError(f"{key} of {what} cannot be {values[key]!r}")
+            raise ConfigError(f"{key!r} of {what} has a wrong type: {values[key]!r}")
     return values
 
 
@@ -483,8 +486,8 @@ def _nothing_matched(rule: Rule, candidates: dict[str, nn.Module], model: nn.Mod
         first, kind = next(iter(own.items()))
         if any(isinstance(one, torch.jit.ScriptModule) for one in model.modules()):
             return (
-                f"the rule {rule.pattern!r} matches nothing: {module_name(first)} is of TorchScript, in which no layer "
-                "of torch is seen; prepare the model as it was written, before torch.jit.script, trace or save"
+                f"the rule {rule.pattern!r} matches nothing: {module_name(first)} is TorchScript, which does not show "
+                "the layers of torch; prepare the model as it was written, before torch.jit.script, trace or save"
             )
         return (
             f"the rule {rule.pattern!r} matches nothing: the weights of the model are in {len(own)} modules without "

@@ -36,14 +36,14 @@ _FIELDS = ("input", "weight", "output")
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """The properties of a program that runs quantized models.
+    """An engine: a program that runs quantized models, with what it loads and how it computes.
 
     Attributes:
         name: the name for `target=` and `fakequant.set_execution`.
-        bound: a text with the measured difference between its results and the simulation, or "not run".
+        bound: a text with the measured difference between the engine's results and the simulation, or "not run".
         serves: the models and machines that the engine is for.
-        kinds: groups of preset names by how the engine multiplies, faster presets first: `advise` compares the presets
-            of one group with each other.
+        kinds: groups of names of presets, faster groups first; the engine multiplies in the same way for all presets
+            of a group, and `advise` compares the presets of a group with each other.
         files: the name of the files that the engine reads: a format of `fakequant.deliver`, or a style of
             `fakequant.export_onnx`.
         export: the function of this package that writes the engine's files, if `fakequant.deliver` does not.
@@ -55,8 +55,9 @@ class Engine:
         fixed_global: whether the engine needs a fixed per-tensor scale for NVFP4 inputs, which `calibrate` then sets.
         merges: whether the engine merges layers, such as gate and up, and the experts of a block. Merged layers have
             one per-tensor scale; `calibrate` gives them one range.
-        check: called with a prepared model; it raises ExportError if the engine does not load what its files can hold.
-        device: the engine's arithmetic on codes; None if it is the simulation's, or unknown.
+        check: called with a prepared model; it raises ExportError if the engine does not load this model, although the
+            engine's files can hold the model.
+        device: the engine's arithmetic on codes; None if this arithmetic is unknown, or equals the simulation's.
         aliases: other names, such as names of engines that load the same models.
         page: the page of the documentation, "" for none.
         known: a sentence on the engine's speed; "" if nothing is known.
@@ -120,7 +121,7 @@ class Engine:
         return preset in self.presets or bool(self.others and preset.startswith(self.others))
 
     def unknown_gain(self, presets: Iterable[str]) -> str:
-        """A sentence on presets for which no gain in this engine is known; "" if there are none, or it lists none.
+        """A sentence on presets for which no gain in this engine is known; "" if all gain, or `kinds` is empty.
 
         >>> known_engines()["qnn"].unknown_gain(["INT8"])  # its inputs become those of INT8_AFFINE there
         ''
@@ -140,13 +141,13 @@ class Engine:
         return f"It is not known that {self.name} gains by {listed(unknown)}. It takes {listed(self.presets)}{page}."
 
     def placement_of(self, config: Config) -> Target | None:
-        """The engine's rules for quantizers; None if it has none, or if the configuration makes all inputs dynamic."""
+        """The engine's rules for quantizers; None if there are none, or the configuration makes all inputs dynamic."""
         inputs = [rule.input for rule in config.rules if rule.input is not None]
         is_dynamic = bool(inputs) and all(one.dynamic for one in inputs)
         return None if self.placement is None or is_dynamic else self.placement()
 
     def computed(self, config: Config, model: nn.Module) -> tuple[Config, str]:
-        """The configuration that the engine computes for `config`, and a sentence on the changes, "" without any."""
+        """The configuration that the engine computes for `config`, and a sentence on the changes ("" for none)."""
         changes, rules = list[str](), []
         for rule in config.rules:
             asked = {field: one for field in _FIELDS if (one := getattr(rule, field)) is not None}
@@ -173,7 +174,7 @@ class Engine:
             group_ranges(model)
 
     def refuse(self, model: nn.Module, preset: str) -> None:
-        """Raise ConfigError if the engine does not load a prepared model, or its files cannot hold it."""
+        """Raise ConfigError if the engine does not load a prepared model, or its files cannot hold the model."""
         if not quantizers(model):
             return
         import_waiting()  # files say what they can hold
@@ -217,7 +218,7 @@ def register_engine(engine: Engine) -> Engine:
 
 
 def known_engines() -> dict[str, Engine]:
-    """All engines by name and by alias.
+    """A dict of all engines, each under its name and under its aliases.
 
     >>> known_engines()["sglang"].name
     'vllm'
@@ -246,7 +247,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def _chosen(execution: Execution | Device | Engine | str) -> tuple[Execution, Device | None]:
-    """The execution of layers, and the device whose codes quantizers store (None: codes of the simulation)."""
+    """For `execution`: how layers compute, and the device whose codes quantizers store (None: the simulation's)."""
     if isinstance(execution, Engine) and execution.device is not None:
         execution = execution.device
     if isinstance(execution, Device):
@@ -269,8 +270,8 @@ def set_execution(model: Model, execution: Execution | Device | Engine | str, pa
     """Set how a prepared model computes, in place; the model is returned.
 
     With an engine whose arithmetic is known, such as "qnn", quantizers store the codes of that engine: products of
-    codes are summed exactly, and the engine's rule rounds the sums to codes. Gradients are those of the simulation. A
-    trace, such as by `torch.compile` or an export, sees the simulation.
+    codes are summed exactly, and the engine's rule rounds the sums to codes. Gradients are those of the simulation.
+    `torch.compile` and exports trace the simulation.
 
     Args:
         model: a prepared model.
@@ -313,7 +314,7 @@ def set_execution(model: Model, execution: Execution | Device | Engine | str, pa
                 reasons.setdefault(reason, []).append(name)
     told = "; ".join(f"{listed(names)} ({reason})" for reason, names in reasons.items())
     if execution is Execution.INTEGER and reasons:
-        raise ConfigError(f'these layers cannot run in integers; use "auto", which simulates them: {told}')
+        raise ConfigError(f'these layers cannot run in integers: {told}. Use "auto", which simulates them')
     if device is not None and reasons:
         message = f'under "{device.name}" these quantizers are simulated: {told}'
         if sum(map(len, reasons.values())) == len(quantizers):
@@ -341,7 +342,7 @@ def calling_quantizers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def simulated(model: nn.Module) -> Iterator[None]:
-    """A context in which a model is simulated; afterwards it computes as before."""
+    """A context in which a model computes the simulation, without integer products and codes of devices."""
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     with calling_quantizers(model), restore_after(attributes_of(quantizers, "device")):
         for quantizer in quantizers:
@@ -351,7 +352,7 @@ def simulated(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def executed_by(model: nn.Module, target: str | None) -> Iterator[Device | None]:
-    """A context in which quantizers store an engine's codes; yields its device, or None if it has no device codes."""
+    """A context in which quantizers store an engine's codes; yields its device, or None if no quantizer can do so."""
     device = None if target is None else find_engine(target).device
     held = quantizers(model).values()
     if device is None or all(quantizer.why_simulated(device) is not None for quantizer in held):

@@ -61,7 +61,7 @@ class Unseen:
         self.model, self.inputs = job.model, job.inputs
 
     def settle(self, unseen: str) -> list[str]:
-        """Warn of these layers or raise an error, as `unseen` says; returns the paths of the layers that stay in float.
+        """Warn of the unseen layers, or raise an error, as `unseen` says; returns paths of layers that stay in float.
 
         Raises:
             CalibrationError: some layers need data and saw none, and `unseen` is "error".
@@ -83,7 +83,7 @@ class Unseen:
         if starved and not self.job.batches:
             raise CalibrationError(
                 f"{len(starved)} of {len(self.inputs)} input quantizers saw no data, because there were no batches; "
-                f"the first is {starved[0]}. Give batches; a generator can be read only once"
+                f"the first is {starved[0]}. Pass batches; a generator can be read only once"
             )
         idle = [name for name in self.idle if not copies_called(self.model, name)]
         layers = list(dict.fromkeys([*map(layer_of, starved), *idle]))
@@ -102,13 +102,13 @@ class Unseen:
         if starved:
             what = f"{len(starved)} of {len(self.inputs)} input quantizers saw no data: {', '.join(starved)}"
             cure = 'call fakequant.calibrate(model, batches, unseen="float") to leave the layers in float'
-            ways = [f"{cure}, as those that training alone calls"]
+            ways = [f"{cure}, such as layers that only training calls"]
             if donors := [donor for name in starved for donor in self._siblings(name)]:
                 ways.append(f'pass unseen="siblings" for the ranges of the layers beside them, such as {donors[0]}')
             raise CalibrationError(
-                f"{what}. Reason: {self._reasons(layers, read)}. Give batches that reach the layers, and let the model "
-                f"call a layer where it uses its weight. Or {', or '.join(ways)}, or prepare the model with the rules "
-                f"{self._rules(layers)}"
+                f"{what}. Reason: {self._reasons(layers, read)}. Pass batches that reach the layers, and let the model "
+                f"call a layer where the layer's weight is used. Or {', or '.join(ways)}, or prepare the model with "
+                f"the rules {self._rules(layers)}"
             )
         if served:
             shown = ", ".join(f"{name} (from {count})" for name, count in served.items())
@@ -139,7 +139,7 @@ class Unseen:
             warn_user(f"{text}. {cure}", CoverageWarning)
 
     def settle_zeros(self, unseen: str, ranges: dict[str, Range]) -> list[str]:
-        """Warn of inputs that were zero in every batch; delete their ranges, or replace them by the ranges of siblings.
+        """Warn of inputs that were zero in every batch; in `ranges`, delete theirs, or put the siblings' there.
 
         Returns:
             The paths of the layers that stay in float.
@@ -163,7 +163,7 @@ class Unseen:
         return list(dict.fromkeys(map(layer_of, left))) if unseen == "float" else []
 
     def _merge(self, name: str, donors: list[str]) -> Range:
-        """Give a quantizer a new calibrator with the merged data of siblings (`donors`), and return its range."""
+        """Give the quantizer `name` a new calibrator with the merged data of siblings, `donors`; return the range."""
         merged = self.job.make(name)
         check_mergeable(merged, 'unseen="siblings" merges the data of several layers')
         for calibrator in (self.inputs[donor].calibrator for donor in donors):
@@ -187,7 +187,7 @@ class Unseen:
         return "; ".join(reasons)
 
     def _rules(self, layers: list[str]) -> str:
-        """The code of rules that leave layers in float; a module of three or more layers gets one rule for all."""
+        """Code of rules that leave `layers` in float; all layers of a module, if at least three, share one rule."""
         total, under = _counts(map(layer_of, quantizers(self.model))), _counts(layers)
         whole = {path for path, count in under.items() if count >= 3 and count == total[path]}
         parts = {name: (path for path in _around(name) if path in whole) for name in layers}
@@ -211,7 +211,7 @@ class Unseen:
                     quantizer.calibrator = merged
 
     def _siblings(self, name: str) -> list[str]:
-        """The quantizers with data at the place of `name` in other members of the innermost ModuleList around it."""
+        """The paths that differ from `name` in the index of its innermost ModuleList, if their quantizers saw data."""
         parts = name.split(".")
         for place in reversed(range(len(parts) - 1)):
             members = self.model.get_submodule(".".join(parts[:place]))
@@ -225,7 +225,7 @@ class Unseen:
 
 
 def leave_in_float(modules: list[nn.Module]) -> None:
-    """Remove the quantizers of layers; of functions, turn off the quantizers that still need a range."""
+    """Remove the quantizers of layers in `modules`; of calls of functions, turn off those that still need a range."""
     for module in modules:
         if isinstance(module, QuantizedLayer):
             module.execution = Execution.SIMULATE
@@ -355,7 +355,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def is_chosen(name: str, pattern: str) -> bool:
-    """Whether a pattern matches a quantizer's path, if the pattern ends with "_quantizer", or else its layer's path."""
+    """Whether `pattern` matches a quantizer's path, or its layer's path if no "_quantizer" is at the pattern's end."""
     return matches(name if str(pattern).endswith("_quantizer") else layer_of(name), pattern)
 
 
@@ -370,12 +370,12 @@ class ProcessPart(NamedTuple):
     """The layers whose weight was seen in a call."""
     batches: int
     read: dict[str, str]
-    """By layer whose weight a module used without calling the layer, the path of that module."""
+    """For each layer whose weight a module used without calling the layer: the path of that module."""
 
 
 @dataclass
 class Observation:
-    """One call of `calibrate`."""
+    """A call of `calibrate`: the model, the batches, and what they showed so far."""
 
     model: nn.Module
     found: dict[str, Quantizer]
@@ -390,7 +390,7 @@ class Observation:
     """The layers that a batch called, even if only with empty tensors."""
     batches: int = 0
     read: dict[str, str] = field(default_factory=dict)
-    """By layer whose weight a module used in a batch without calling the layer, the path of that module."""
+    """For each layer whose weight a module used in a batch without calling the layer: the path of that module."""
 
     def __post_init__(self) -> None:
         self.vanishing: Vanishing | None = None
@@ -400,7 +400,7 @@ class Observation:
         self.weights = {name: weight for name, weight in weights if is_chosen(name, self.pattern)}
 
     def observe(self, *, shared: bool) -> ProcessPart:
-        """Run the batches of this process with new calibrators, which also see the weights."""
+        """Run this process's batches with new calibrators, also for weights; `shared`: other processes run theirs."""
         for name, quantizer in self.found.items():
             quantizer.calibrator = self.make(name)
             if shared and name in self.inputs:
@@ -447,7 +447,10 @@ class Observation:
                         self.data.run(model, batch)
                     if checks.failed:  # which, and why, says the run in which each check waits
                         self.data.run(model, batch)
-                        raise CalibrationError("a batch had NaN or inf in one of two runs; repair the model")
+                        raise CalibrationError(
+                            "a batch gave NaN or inf in a first run, but not in a second; let the model compute the "
+                            "same in each run"
+                        )
                 mask.leave()
                 if failed:
                     raise failed[0]
@@ -478,7 +481,7 @@ class Observation:
         )
 
     def _deferred(self) -> list[Exception]:
-        """From now on, collect errors of calibrators in the returned list: other processes wait for this run to end."""
+        """Collect errors of calibrators in the returned list from now on, because other processes wait for this run."""
         failed: list[Exception] = []
 
         def defer(quantizer: Quantizer, observe: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -514,7 +517,7 @@ class Observation:
             if part.task != parts[0].task:
                 raise ConfigError(
                     f"the processes of ranks 0 and {rank} calibrate different quantizers, or by different methods; "
-                    "give all processes one model and the same arguments"
+                    "pass the same model and the same arguments in all processes"
                 )
         self.called = set().union(*(part.called for part in parts))
         self.batches = sum(part.batches for part in parts)
@@ -533,7 +536,7 @@ class Observation:
             quantizer.calibrator = merged
 
     def leave_out_unused(self) -> list[str]:
-        """Drop optional quantizers that no call of their layer used from the calibration, and return their paths."""
+        """Drop from the calibration the optional quantizers that no call of their layer used; return their paths."""
         seen = {layer_of(name) for name, quantizer in self.inputs.items() if observed(quantizer)}
         unused = []
         for name, quantizer in self.inputs.items():

@@ -221,7 +221,7 @@ def test_a_standardized_weight_is_computed_and_cannot_be_folded(name: str, tmp_p
     assert keys < set(model.state_dict())
     loaded = fq.load(nn.Sequential(standard(name)[0]), fq.save(model, tmp_path))
     assert torch.equal(loaded(x), model(x))
-    with pytest.raises(ConfigError, match=r"^0: its weight is computed"):
+    with pytest.raises(ConfigError, match=r"^0: the weight is computed"):
         fq.bake_weights(model)
     model(x).sum().backward()
     assert model[0]._parameters["weight"].grad.abs().sum() > 0

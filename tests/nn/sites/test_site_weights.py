@@ -126,7 +126,7 @@ def test_a_weight_that_is_also_read_in_float_is_not_baked() -> None:
 def test_weights_that_are_off_are_named() -> None:
     made = prepared()
     made._sites.einsum_0.input_1.mode = fq.nn.Mode.OFF
-    with pytest.raises(ConfigError, match=r"^_sites.einsum_0: its weight quantizer is off"):
+    with pytest.raises(ConfigError, match=r"^_sites.einsum_0: the mode of the weight quantizer is 'off'"):
         fq.bake_weights(made)
 
 
