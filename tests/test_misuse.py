@@ -164,7 +164,7 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "rules by a list": (
         lambda _: fq.prepare(net(), "int8", rules=["2"]),
-        r"rules takes a dict of presets by pattern, got \['2'\]",
+        r"rules takes a dict from patterns to presets, got \['2'\]",
     ),
     "a comparison of a prepared model": (
         lambda _: fq.compare(ready(), [torch.ones(4, 8)]),

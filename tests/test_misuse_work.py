@@ -66,12 +66,12 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "sites of a list": (lambda _: fq.prepare([net()], "int8"), r"prepare takes a model first, got a list; write"),  # type: ignore[type-var]
     "sites without an example": (
         lambda _: fq.prepare(net(), "int8", target="onnxruntime"),
-        r"give prepare\(\.\.\., ex",
+        r"pass prepare an example=",
     ),
     "sites for a number": (lambda _: fq.prepare(net(), "int8", X, target=TEXT), r"unknown target.*known names are cor"),
     "sites of no function": (lambda _: fq.Rule("*", "int8", ops=("mtmul",)), r"no function 'mtmul'.*did you mean mat"),
     "sites of a number": (lambda _: fq.Rule("*", "int8", layers=3), r"layers must be class names or classes, got 3"),  # type: ignore[arg-type]
-    "a function without an example": (lambda _: fq.prepare(net(), wide()), r"rules speak of functions \(matmul\)"),
+    "a function without an example": (lambda _: fq.prepare(net(), wide()), r"rules name functions \(matmul\)"),
     "execution of no layer": (lambda _: fq.set_execution(ready(), "integer", "head"), r"no quantized layer matches 'h"),
     "execution of a float model": (lambda _: fq.set_execution(net(), "integer"), UNPREPARED),
     "off for a path": (lambda _: fq.disabled(TEXT), r"disabled takes a model, got 'model\.pt'; write with disabled"),

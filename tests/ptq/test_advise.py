@@ -352,7 +352,10 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "no floor": (lambda: fq.advise(net(), rows(), floor=float("nan")), "floor=nan: a budget is a number"),
     "a metric": (lambda: fq.advise(net(), rows(), metric=3), "advise takes a function as metric"),
     "a folder": (lambda: fq.advise(net(), rows(), work=3), "a path is a text or a pathlib.Path, got 3"),
-    "NaN": (lambda: fq.advise(net(), [x * float("nan") for x in rows()]), "batch .*: an output in float holds NaN"),
+    "NaN": (
+        lambda: fq.advise(net(), [x * float("nan") for x in rows()]),
+        "batch .*: an output of the float model is NaN",
+    ),
     "another shape": (lambda: fq.advise(net(), [torch.ones(2, 3)] * 2), "of shape .*2, 3.* failed in layer 0"),
     "forward and a target": (
         lambda: fq.advise(net(), rows(), forward=lambda model, x: model(x), target="openvino"),

@@ -231,7 +231,7 @@ def test_a_batch_with_nan_is_numbered() -> None:
         with pytest.raises(CalibrationError, match=r"^batch 3: an output or its gradient holds NaN; leave the batch"):
             work(Net(), given, CHOICES)
     given = [given[0], given[2]]
-    with pytest.raises(CalibrationError, match=r"^batch 2: an output in float holds NaN; leave the batch out"):
+    with pytest.raises(CalibrationError, match=r"^batch 2: an output of the float model is NaN; leave out the batch"):
         fq.ptq.compare(Net(), given, CHOICES)
 
 

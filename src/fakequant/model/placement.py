@@ -39,7 +39,7 @@ class FixedRange(NamedTuple):
 
     Attributes:
         low: the smallest value.
-        high: the largest value; if `has_high` is False, the end of the range, which has no code.
+        high: the largest value; or, if `has_high` is False, the end of the range, which has no code.
         has_high: whether `high` has a code: 8 bits then divide the range into 255 steps, otherwise into 256.
     """
 
@@ -49,12 +49,12 @@ class FixedRange(NamedTuple):
 
 
 class InnerFunction(NamedTuple):
-    """A function inside another function, whose result an engine stores as codes.
+    """An inner function, as the softmax of attention: the engine stores its result as codes inside an outer function.
 
     Attributes:
-        name: the name of its quantizer in a site of the other function.
-        function: the function; the target may have a fixed range for it.
-        most_bits: codes with more bits are not stored: the engine computes the whole function in float.
+        name: the name of the result's quantizer in a site of the outer function.
+        function: the name of the inner function; the target may have a fixed range for it.
+        most_bits: the most bits of such codes; with more bits the engine computes the whole outer function in float.
     """
 
     name: str
@@ -68,12 +68,12 @@ ATTENTION_IN_PARTS = {"scaled_dot_product_attention": InnerFunction("probabiliti
 
 @dataclass(frozen=True)
 class Target:
-    """The rules by which an engine wants quantizers; functions have their canonical names.
+    """The rules of an engine that say which values of a model get quantizers; functions have their canonical names.
 
     Attributes:
         name: the name of the engine.
         inputs: functions whose operands are quantized. A layer counts as the function that it calls.
-        keeps: functions whose result has the scale of their input, so that they need no quantizer.
+        keeps: functions whose result has the scale of their input, so that the result needs no quantizer.
         shared: functions whose operands share a scale.
         fixed: functions whose result has a fixed range, whatever the data.
         outputs: functions whose result gets a quantizer, unless every function that reads the result quantizes it.
@@ -85,7 +85,7 @@ class Target:
             sum together with the product in the other branch.
         moved_back: functions across which the engine moves a quantizer from their result to their input, if nothing
             else reads this input. None: all functions in `keeps`, even if others read the input.
-        parts: functions that the engine computes in parts, with the part whose result it stores as codes.
+        parts: for each function that the engine computes in parts: the part whose result is stored as codes.
         symmetric: which activations let the engine compute all products on integers: symmetric (True), asymmetric
             (False), or both (None).
         folds_norms: whether the engine folds a batch normalisation into a product with a quantized weight.
@@ -150,7 +150,7 @@ def after_products(*functions: str) -> frozenset[tuple[str, str]]:
 
 
 class Flow:
-    """The calls that make, and the calls that read, the values of a run."""
+    """The data flow of a recorded run: which call makes each value, and which calls read the value."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
@@ -188,7 +188,7 @@ class Flow:
         return True
 
     def reached(self, values: Iterable[int], keeps: frozenset[str]) -> dict[int, None]:
-        """The values, and all values that functions in `keeps` compute from them."""
+        """All of `values`, and all that functions in `keeps` compute from these."""
         found, waiting = dict.fromkeys(values), [*values]
         while waiting:
             for consumer in self.consumers.get(waiting.pop(), []):
@@ -198,14 +198,14 @@ class Flow:
         return found
 
     def alone(self, value: int) -> bool:
-        """Whether only one call uses a value."""
+        """Whether only a single call uses a value, and the model does not return the value."""
         return len(self.consumers.get(value, [])) == 1 and value not in self.recording.outputs
 
     def products_since_common(self, values: Sequence[int]) -> list[int]:
         """The number of products on the way to each value from the nearest common ancestor of all of them.
 
-        The longest way counts; without a common ancestor the number is 0. The search goes back to a value from which
-        all others come; from any value before it, the way has at least as many products.
+        The longest way counts; without a common ancestor the number is 0. The search ends at a value from which all of
+        `values` come; from any earlier value, the way has at least as many products.
         """
         depths = [{value: 0} for value in values]
         waiting = {value for value in values if self.producer(value) is not None}
@@ -232,11 +232,11 @@ Held = dict[str, SiteQuantizer]
 
 @dataclass
 class Placement:
-    """Where a target places quantizers: the quantizers of each call, and the rule of each layer by path.
+    """Where a target places quantizers: the quantizers of each call, and the rule for the path of each layer.
 
     Attributes:
         notes: lines that say why the engine cannot compute some parts on integers, with a cure.
-        unsuited: a line that says why the engine computes no product on integers, with a preset that it does; or "".
+        unsuited: a line that says why the engine computes no product on integers, and names a better preset; or "".
     """
 
     sites: dict[FunctionCall, Held]
@@ -354,7 +354,7 @@ class _Planner:
         return found
 
     def _readers(self, call: FunctionCall) -> list[FunctionCall]:
-        """The calls that read a call's result, also through functions in `keeps`; none if the model returns it."""
+        """The calls that read a call's result, also through functions in `keeps`; none if the result is an output."""
         values = self.flow.reached(call.outputs, self.target.keeps)
         if any(value in self.flow.recording.outputs for value in values):
             return []
@@ -393,7 +393,7 @@ class _Planner:
             self.held[call] = {name: quantizer for name, quantizer in held.items() if quantizer is not None}
 
     def _is_unfit(self, values: Iterable[int]) -> bool:
-        """Whether no range fits one of the values: it contains inf, NaN or the numbers of a mask."""
+        """Whether one of the values fits no range, because it contains inf, NaN or the numbers of a mask."""
         return not self.unfit.isdisjoint(values)
 
     def _is_of_product(self, value: int, through: Iterable[str]) -> bool:
@@ -408,7 +408,7 @@ class _Planner:
         return False
 
     def _drop_after(self, quantized: set[int], through: frozenset[str]) -> None:
-        """Remove quantizers from operands and inputs of layers whose values in all calls are quantized already.
+        """Remove quantizers from operands, and from inputs of layers, if all calls get values that have a quantizer.
 
         Args:
             quantized: the values that just got a quantizer.
@@ -432,7 +432,7 @@ class _Planner:
                     del self.held[first][name]
 
     def _share(self) -> None:
-        """Give the operands of a function in `shared`, such as `cat`, one quantizer; a chain of them has one, too."""
+        """Give all operands of a call in `shared`, such as `cat`, the same quantizer; chained calls share it, too."""
         groups: dict[int, str] = {}  # of the results
         members: dict[str, list[tuple[FunctionCall, str]]] = {}
         for call in sorted(self.configs, key=lambda call: call.number):
@@ -455,7 +455,7 @@ class _Planner:
                 self.held[call][name] = shared
 
     def _outputs(self) -> None:
-        """Give quantizers to the results of functions in `outputs` that no other quantizer reaches."""
+        """Give the result of each function in `outputs` a quantizer, unless all readers of the result quantize it."""
         for call in self.flow.calls:
             if call.function not in self.target.outputs or call.site in self.in_float:
                 continue
@@ -522,7 +522,7 @@ class _Planner:
 
 
 def _fixed_quantizer(config: TensorConfig | None, known: FixedRange) -> SiteQuantizer | None:
-    """The quantizer with an engine's fixed range; None without a configuration, or for other formats than integers."""
+    """A quantizer with an engine's fixed range; None without a configuration, or if its format is not integer."""
     if config is None or not isinstance(config.spec.format, IntegerFormat):
         return None
     low, high = int(config.spec.format.quant_min), int(config.spec.format.quant_max)
@@ -574,7 +574,7 @@ def ends_in_product(model: nn.Module, layers: Mapping[Any, str], arguments: Argu
 
 
 def own_forwards(config: Config, model: nn.Module) -> dict[str, Rule]:
-    """The rules of layers, by path, whose class overrides the `forward` of a class that has a quantized form."""
+    """For the path of each layer whose class overrides the `forward` of a class with a quantized form: its rule."""
     names = all_names(model)
     return {
         names[layer][0]: rule
@@ -587,7 +587,7 @@ def own_forwards(config: Config, model: nn.Module) -> dict[str, Rule]:
 
 
 def with_own_products(config: Config, own: Mapping[str, Rule], model: nn.Module, recording: Recording) -> Config:
-    """The configuration with added first rules, which quantize the products that the layers in `own` compute."""
+    """The configuration with new rules before the others, which quantize products that layers in `own` compute."""
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
     added = []
     for path, rule in own.items():
@@ -601,7 +601,7 @@ def _own_product(path: str, weight: int, recording: Recording) -> str | None:
     """The function that multiplies by a layer's weight; None unless each `forward` computes only this product.
 
     Args:
-        weight: the number of the weight's value.
+        weight: the number of the weight among the values of the recording.
     """
     products = [call for call in recording.calls_of.get(path, ()) if call.multiplications]
     if not len({call.visit for call in products}) == len(products) == recording.visits[path] > 0:

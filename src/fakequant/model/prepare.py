@@ -72,25 +72,26 @@ def prepare(
     same computation. Other subclasses may compute anything: with an example, the function that multiplies by their
     weight gets the quantizers; else they stay in float until `fakequant.nn.quantizes` names their quantized form.
 
-    If weights stay in float for lack of a quantized form, a `CoverageWarning` names and counts them, in one line. A
-    rule that leaves a layer in float ends the warning for it.
+    If weights stay in float for lack of a quantized form, a `CoverageWarning` names and counts them, in one line. It
+    does not name a layer that a rule leaves in float.
 
     Args:
         model: any module; it is changed and returned.
         config: a preset such as `presets.INT8`, its name, or your own rules. If the engine does not need fixed ranges,
             "int8_per_token" loses less than "int8" in transformers, see docs/methods.md.
-        example: an input, a tuple or a dict of inputs; with it the model runs once, and the warning also names the
-            products that stay in float (if the configuration quantizes inputs), as a share of all multiply-accumulates.
+        example: an input, a tuple or a dict of inputs. With an example the model runs, and if the configuration
+            quantizes inputs, the warning also names the products that stay in float, with their share of all
+            multiply-accumulates.
         inputs: which part of the example the model gets, as for `calibrate`.
         target: the engine that will run the model, by its name in `fakequant.known_engines()`, or a `fakequant.Engine`.
             If the engine computes something else than the configuration, so does the prepared model, with a warning.
             "onnxruntime", "tensorrt", "openvino", "qnn" and "xnnpack" need an example: these engines decide which
             layers, and which functions in the model's own `forward`, get quantizers. A `fakequant.Target` decides only
-            this. By default layers get quantizers, and functions that rules name. With an example, the product in an
-            overridden `forward` of a layer gets quantizers, too.
+            this. Without a target, layers get quantizers, and functions that rules name; with an example, also the
+            product in an overridden `forward` of a layer.
         skip: patterns of layers that stay in float, as ["head"] or ["*.norm"], and of calls of functions by the names
             in `summary`, as ["block._sites.add_0"].
-        rules: other presets for some layers, by pattern, as {"body.*": "int4"}; they override `skip`.
+        rules: for patterns of layers, other presets, as {"body.*": "int4"}; these override `skip`.
 
     Raises:
         ConfigError: a rule matches nothing; the model is already prepared; a layer, which is named, cannot be quantized
@@ -112,7 +113,7 @@ def prepare(
     if found := quantizers(model):
         raise ConfigError(
             f"the model is already prepared: it has {len(found)} quantizers, the first is {next(iter(found))}; "
-            "build the model anew"
+            "prepare a new float model"
         )
     refuse_exported(model)
     by_name = isinstance(config, str) and not rules
@@ -131,7 +132,7 @@ def prepare(
             if module not in purposely and (held := _foreign_codes(module)) is not None:
                 raise ConfigError(
                     f"{module_name(path)} is quantized already, by another library: its {held}. Prepare the float "
-                    f"model, or leave the layer unchanged by skip=[{path!r}]"
+                    f"model, or leave the layer unchanged with skip=[{path!r}]"
                 )
         own = {} if example is None or table is not None else own_forwards(config, model)
         run = _run_of(model, config, table, example, inputs, needed=bool(own))
@@ -140,8 +141,8 @@ def prepare(
             meant = all(rule.leaves_in_float and not rule.optional for rule in config.site_rules)
             if table is None and not own and meant:
                 raise ConfigError(
-                    f"{config.site_rules[0]} quantizes nothing: it leaves functions in float, and no other rule "
-                    "quantizes any; give it a preset or input=, as Rule('*', 'int8', ops='matmul')"
+                    f"{config.site_rules[0]} quantizes nothing: it leaves functions in float, as they are without a "
+                    "rule; to quantize them, give the rule a preset or input=, as Rule('*', 'int8', ops='matmul')"
                 )
             recording = record(model, run)
             config = with_own_products(config, own, model, recording)
@@ -204,8 +205,8 @@ def refuse_exported(model: nn.Module) -> None:
         is_graph = isinstance(module, torch.fx.GraphModule) and "train" in vars(module)
         if is_graph or (module is model and isinstance(module, interpreted)):
             raise ConfigError(
-                f"{module_name(path)} was made by torch.export and has no layers and functions to quantize, but "
-                "operators of ATen; prepare the model itself, and export it afterwards"
+                f"{module_name(path)} was made by torch.export, which replaces layers and functions by operators of "
+                "ATen that cannot get quantizers; prepare the model itself, and export it afterwards"
             )
 
 
@@ -223,7 +224,7 @@ def _foreign_codes(module: nn.Module) -> str | None:
 
 
 def with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Config | str]) -> Config:
-    """A configuration with added rules: layers of `skip` stay in float, layers of `rules` get other presets.
+    """A configuration with added rules: what `skip` names stays in float, and layers in `rules` get other presets.
 
     Raises:
         ConfigError: `skip` or `rules` has a wrong type, or a preset is unknown.
@@ -232,7 +233,7 @@ def with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Con
         raise ConfigError(f"skip takes a list of patterns, got {skip!r}; write skip=[{skip!r}]")
     if not isinstance(rules, Mapping):
         raise ConfigError(
-            f"rules takes a dict of presets by pattern, got {rules!r:.80}; write rules={{'head': 'int4'}}"
+            f"rules takes a dict from patterns to presets, got {rules!r:.80}; write rules={{'head': 'int4'}}"
         )
     added = [Rule(pattern, ops=_functions_in(pattern)) for pattern in skip]
     for pattern, of in rules.items():
@@ -266,10 +267,10 @@ def _run_of(
     places = bool(config.site_rules) or target is not None
     if example is None and places:
         ops = listed([*dict.fromkeys(op for rule in config.site_rules for op in rule.ops)])
-        why = f"rules speak of functions ({ops})" if target is None else f"the target {target.name} places quantizers"
+        why = f"rules name functions ({ops})" if target is None else f"the target {target.name} places quantizers"
         raise ConfigError(
-            f"{why}, and a run of the model finds its functions; give prepare(..., example=) an input, a tuple or a "
-            "dict of inputs"
+            f"{why}, so that a run of the model must show which functions it calls; pass prepare an example=: an "
+            "input, a tuple or a dict of inputs"
         )
     if example is None or not (needed or places or _quantizes_inputs(config)):
         return None
@@ -299,14 +300,14 @@ def _quantized(layer: nn.Module) -> type[QuantizedLayer]:
 
 
 def configs_of(quantized: type[QuantizedLayer], layer: nn.Module, rule: Rule) -> dict[str, TensorConfig]:
-    """The configuration that a rule gives each tensor of a layer, by the attribute of the tensor's quantizer."""
+    """For each quantizer that a rule gives a layer: its attribute in the layer, and its configuration."""
     configs = {attribute: _placed(rule, operand) for attribute, operand in quantized.operands(layer).items()}
     left = _too_small(quantized, layer, rule)
     return {name: config for name, config in configs.items() if config is not None and name not in left}
 
 
 def _too_small(quantized: type[QuantizedLayer], layer: nn.Module, rule: Rule) -> list[str]:
-    """The weight quantizers that a weight-only rule omits because codes and scales would take more room than floats."""
+    """The weights' quantizers that a weight-only rule omits, because codes and scales would be larger than floats."""
     if rule.input is not None:
         return []
     found = []
@@ -335,8 +336,8 @@ def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
             raise ConfigError(_LAZY)
         if bypasses_class(layer):
             raise ConfigError(
-                "its forward was replaced, such as by a hook, which would bypass the quantizers; remove the hook, or "
-                "leave the layer in float by a rule"
+                "its forward was replaced, for example by a hook, so that calls would bypass the quantizers; remove "
+                "the hook, or leave the layer in float by a rule"
             )
         quantized.check(layer)
         for attribute, operand in quantized.operands(layer).items():
@@ -371,7 +372,7 @@ def attach(layer: nn.Module, configs: dict[str, TensorConfig], name: str) -> Non
 def quantizers_of(
     quantized: type[QuantizedLayer], layer: nn.Module, configs: dict[str, TensorConfig], name: str
 ) -> dict[str, Quantizer | None]:
-    """New quantizers for a layer by attribute; None for an operand that stays in float."""
+    """For the attribute of each operand of a layer: a new quantizer, or None if the operand stays in float."""
     operands = quantized.operands(layer)
     made: dict[str, Quantizer | None] = dict.fromkeys(operands)
     for attribute, config in configs.items():
@@ -392,7 +393,7 @@ _FEWER = 2.0
 
 
 class Peaks:
-    """Finds outliers in a run: linear layers whose inputs have one fixed scale of 8 bits and a few far larger values.
+    """Finds linear layers whose inputs have outliers: a few far larger values, under one fixed scale of 8 bits.
 
     >>> model = prepare(nn.Sequential(nn.Linear(2, 2)), "int8")
     >>> x = torch.ones(10_000, 2)

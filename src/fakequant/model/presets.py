@@ -1,6 +1,6 @@
 """Configurations to start from.
 
-Weights are quantized per output channel, activations per tensor unless the name says otherwise. Blocks lie along the
+Unless the name says otherwise, weights are quantized per output channel, activations per tensor. Blocks lie along the
 axis that the layer's product sums over; a last block may be smaller. Max pooling stays in float: it picks values, and
 the next quantizer rounds them anyway.
 
@@ -270,10 +270,9 @@ compute these products as functions; otherwise only queries, keys and values are
 
 
 def presets() -> dict[str, Config]:
-    """All presets that suit any model, by name.
+    """For each name, the preset; mixtures such as `GGUF_Q4_K_M` (see `fakequant.delivery.mixture`) are not included.
 
-    `GGUF_Q4_K_M` and others are mixtures of `fakequant.delivery.mixture`. A GGUF preset whose name ends in `_A8` also
-    quantizes the inputs of products as llama.cpp does.
+    Nor are the GGUF presets whose names end in `_A8`: these also quantize the inputs of products as llama.cpp does.
 
     >>> sorted(presets())[:3]
     ['BITNET', 'FP8', 'FP8_BLOCK']

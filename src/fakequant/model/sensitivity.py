@@ -40,7 +40,7 @@ class _RecordedCall(NamedTuple):
 
 
 class ReusedOutputs:
-    """Records the module calls of a float pass; later, modules with the same inputs return the recorded outputs.
+    """A record of the module calls of a float pass; later, modules with equal inputs return the recorded outputs.
 
     Only modules of torch and their quantized forms take part, because they compute the same from the same inputs. All
     inputs and outputs of the recorded pass stay in memory.
@@ -125,7 +125,7 @@ def layer_sqnr(
     forward: Forward | None = None,
     progress: bool | None = None,
 ) -> dict[str, float]:
-    """The signal-to-quantization-noise ratio in dB of every quantizer on the tensors that it quantizes, by name.
+    """For the name of every quantizer, the signal-to-quantization-noise ratio in dB of the tensors that it quantizes.
 
     If a batch calls a quantizer several times, as in a head shared by the levels of a pyramid, noise / signal is
     computed for each call, and the result is the mean of these ratios in dB.
@@ -169,17 +169,17 @@ def layer_sqnr(
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The effect of one layer, or one quantizer, when only it is quantized.
+    """The effect on a model if only a single layer, or a single quantizer, is quantized.
 
     Attributes:
         layer: the path of the layer or quantizer.
         value: the metric with only this layer quantized, larger is better: by default dB of signal to quantization
-            noise at the model's output, inf if the output does not change. With several outputs, the noise of each is
-            divided by its energy, and the mean is taken.
-        change: `value` minus the metric of the float model; by the default metric the same number as `value`.
-        output: if there are several outputs, the one with the most noise, such as "scores"; "" for one output or a
-            metric.
-        worst: dB of that output; None if `output` is "".
+            noise at the model's output, inf if the output does not change. With several outputs, the noise of each
+            output is divided by the output's energy, and the mean is taken.
+        change: `value` minus the metric of the float model; with the default metric the same number as `value`.
+        output: if there are several outputs, the output with the most noise, such as "scores"; "" for a single output,
+            and with a metric of the user.
+        worst: the dB of `output`; None if `output` is "".
     """
 
     layer: str
@@ -206,9 +206,9 @@ class Sensitivities(list[Sensitivity]):
 
     @property
     def line(self) -> str:
-        """A line on the layer that costs more than all others together, and how to leave it in float; "" without one.
+        """A line on the layer that costs more than all others together, and how to leave it in float; or "".
 
-        The layer must be below 20 dB: its error has 1 % of the output's energy.
+        Only a layer below 20 dB counts: alone, it gives an error with more than 1 % of the output's energy.
         """
         if not self.in_decibels or len(self) < _SEVERAL or self[0].value >= _COSTS:
             return ""
@@ -230,7 +230,7 @@ class Sensitivities(list[Sensitivity]):
         return (self.each, "dB alone", "worst output") if any(s.output for s in self) else (self.each, "dB alone")
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The rows of the table, one per layer, as text."""
+        """The texts of the table's rows, a row for each layer or quantizer."""
         if self.in_decibels:
             shown = [(s.layer or "(model)", "exact" if s.value == math.inf else f"{s.value:.1f}") for s in self]
             worst = [f"{s.output} {s.worst:.1f}" if s.worst is not None else "" for s in self]
@@ -256,9 +256,9 @@ def sensitivity(
     progress: bool | None = None,
     each: str = "layer",
 ) -> Sensitivities:
-    """How much every layer hurts: the model is measured with only that layer quantized. The worst comes first.
+    """How much each layer hurts: the model is measured with only this layer quantized. The worst comes first.
 
-    `each="quantizer"` measures each quantizer alone, to find which of the tensors of a layer, such as an LSTM, hurts.
+    `each="quantizer"` measures each quantizer alone, to find the tensor that hurts in a layer such as an LSTM.
 
     The quantized layer computes as `set_execution` says, also with the arithmetic of an engine. With the default
     metric, modules whose inputs equal those of the float pass do not run again: all activations of a batch stay in
@@ -274,7 +274,7 @@ def sensitivity(
 
     Returns:
         A list that prints as a table: for every quantized layer the metric with only that layer quantized (`value`),
-        and its difference from the metric of the float model (`change`; by the default metric the same number). If a
+        and its difference from the metric of the float model (`change`; with the default metric the same number). If a
         layer costs more than all others together, a line under the table says how to leave it in float.
 
     Raises:
@@ -295,7 +295,7 @@ def sensitivity(
     data = Batches(batches, "sensitivity", inputs=inputs, forward=forward, progress=progress)
     warn_stale_scales(model)
     if each not in ("layer", "quantizer"):
-        raise ConfigError(f'each is "layer" or "quantizer", got {each!r}{nearest(each, ["layer", "quantizer"])}')
+        raise ConfigError(f'each= must be "layer" or "quantizer", got {each!r}{nearest(each, ["layer", "quantizer"])}')
     held: dict[str, list[Quantizer]] = {}  # quantizers that are on together
     for name, layer in model.named_modules():
         if isinstance(layer, (QuantizedLayer, Site)):
@@ -340,7 +340,7 @@ def _output_distances(model: nn.Module, batches: Batches, held: dict[str, list[Q
                 check_again(model, batches, batch, exact)
             if not exact:
                 raise ConfigError(
-                    f"the model's output of type {type(output).__name__} holds no float tensor; give metric="
+                    f"the model's output of type {type(output).__name__} holds no float tensor; pass metric="
                 )
             measured = (measured or 0) + sum(tensor.numel() for tensor in exact.values())
             for name, own in held.items():
@@ -356,10 +356,10 @@ def _output_distances(model: nn.Module, batches: Batches, held: dict[str, list[Q
     if not measured:
         raise ConfigError(
             "the model's float outputs are empty: the batches hold no rows, or the model, such as a detector, found "
-            "nothing in them; give other batches, or metric="
+            "nothing in them; pass other batches, or metric="
         )
     if all(distance.is_silent for distance in distances.values()):  # errors of NaN would count as 0
-        raise ConfigError("all values of the model's float outputs are NaN or 0; give other batches, or metric=")
+        raise ConfigError("all values of the model's float outputs are NaN or 0; pass other batches, or metric=")
     return distances
 
 
@@ -369,7 +369,7 @@ def _set(own: list[Quantizer], mode: Mode) -> None:
 
 
 def run_all(model: nn.Module, batches: Batches, after: Callable[[int, Any, Any], object]) -> None:
-    """Run all batches; `after` is called with the number, the batch and the output of each.
+    """Run all batches; after each of them, `after` is called with its number, the batch and the output.
 
     Raises:
         ConfigError: there is no batch.

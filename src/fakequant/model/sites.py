@@ -40,7 +40,7 @@ from fakequant.text import listed, module_name, table
 
 @dataclass(frozen=True)
 class SiteQuantizer:
-    """One quantizer of a site.
+    """The plan of a quantizer of a site.
 
     Attributes:
         tensor: the specification, and whether the range is dynamic.
@@ -63,16 +63,16 @@ class SiteQuantizer:
 
 @dataclass(frozen=True)
 class PlannedSite:
-    """One call of a function and the quantizers of its operands.
+    """The plan of a site: a call of a function, and the quantizers of its operands.
 
     Attributes:
         owner: the path of the module whose `forward` calls the function.
         function: the canonical name of the function.
-        index: how many calls of the function come before in the same `forward`.
-        operands: the arguments that are float tensors.
-        quantizers: the quantizers by operand.
-        weights: by operand that is a parameter which no other call reads, the parameter's path in the owner.
-        gradient: how the products of its backward pass are quantized; None leaves them in float.
+        index: how many calls of the same function come before this call in the same `forward`.
+        operands: the names of the arguments that are float tensors.
+        quantizers: for the name of each quantized operand, and for "output", the quantizer.
+        weights: for each quantized operand that is a parameter read by no other call: the parameter's path in `owner`.
+        gradient: how the products of the backward pass are quantized; None leaves them in float.
     """
 
     owner: str
@@ -100,9 +100,9 @@ class SitePlan:
 
     Attributes:
         sites: the sites in the order of the run.
-        steps: by owner, the names of all calls in one `forward`, in order, of those functions that have sites.
-        shielded: the modules that owners call; calls of functions inside of them are not the owner's.
-        training_keys: by owner that calls other functions in training mode, the keys of these calls: see `Sites`.
+        steps: for each owner, the functions that one `forward` calls, in order; only functions that have a site.
+        shielded: the modules that owners call; calls of functions inside of these modules do not count as the owner's.
+        training_keys: for each owner that calls other functions in training mode: the names of the calls, see `Sites`.
     """
 
     sites: tuple[PlannedSite, ...] = ()
@@ -134,14 +134,14 @@ Placed = Mapping[FunctionCall, dict[str, SiteQuantizer]]
 
 
 def path_of(call: FunctionCall) -> str:
-    """The path of the site that a call of an owner has, or would have."""
+    """The path of a call's site, or the path that the site would have."""
     return site_path(call.owner or "", site_key(call.function, call.index))
 
 
 def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: Placed | None = None) -> SitePlan:
-    """The plan of sites by the rules of a configuration, and for calls that no rule matches, by a target.
+    """Plan the sites of a model by the rules of a configuration; calls that no rule matches get them from a target.
 
-    A module that calls functions in different orders in two calls gets no sites, with a `CoverageWarning`.
+    A module gets no sites, with a `CoverageWarning`, if two of its calls call the functions in different orders.
 
     Args:
         placed: the quantizers that a target places; None without a target.
@@ -183,8 +183,8 @@ def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: P
             continue
         if bypasses_class(modules[owner]):
             raise ConfigError(
-                f"{module_name(owner)}: its forward was replaced, such as by a hook, which would bypass the "
-                "quantizers of its functions; remove the hook, or leave the functions in float by a rule"
+                f"{module_name(owner)}: its forward was replaced, for example by a hook, so that calls would bypass "
+                "the quantizers of its functions; remove the hook, or leave the functions in float by a rule"
             )
         steps[owner] = visits[0]
     sites = [site for site in sites if site.owner in steps]
@@ -192,7 +192,7 @@ def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: P
 
 
 def rules_of_sites(model: nn.Module, config: Config, found: Iterable[FunctionCall]) -> dict[FunctionCall, Rule]:
-    """The rule for each call that rules with `ops` match; the last of several rules.
+    """For each call that rules with `ops` match: the last of these rules.
 
     Raises:
         ConfigError: a rule matches no call.
@@ -217,8 +217,8 @@ def rules_of_sites(model: nn.Module, config: Config, found: Iterable[FunctionCal
 def candidates(model: nn.Module, recording: Recording) -> list[FunctionCall]:
     """The calls that could be sites.
 
-    If a module's `forward` runs several times, a call that repeats is listed once, by its first occurrence.
-    The calls have enough float tensors, the same in all visits, and are outside of layers that have a quantized form.
+    If a module's `forward` runs several times, a call that repeats is listed once, by its first occurrence. Each call
+    has enough float tensors, in the same arguments every time, and is outside of layers that have a quantized form.
     """
     owners = {
         path
@@ -235,7 +235,7 @@ def candidates(model: nn.Module, recording: Recording) -> list[FunctionCall]:
 
 
 def operand_of(call: FunctionCall, name: str) -> SiteOperand:
-    """The description of an operand, from the table of functions or the call's equation; a default for list items."""
+    """The description of an operand: from the call's equation, or the table of functions, or a default (list items)."""
     known = {operand.name: operand for operand in SITE_FUNCTIONS[call.function].operands}
     if call.equation:
         return einsum_operand(call.equation, name, [*known].index(name) if name in known else None)
@@ -307,7 +307,7 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
     modules = dict(model.named_modules())
     shared: dict[str, Quantizer] = {}
     if missing := [path for path in (*plan.steps, *plan.shielded) if path not in modules]:
-        raise ConfigError(f"the plan has modules that the model lacks: {', '.join(missing)}")
+        raise ConfigError(f"the plan of sites has modules that the model lacks: {', '.join(missing)}")
     planned: dict[str, list[PlannedSite]] = {}
     for site in plan.sites:
         planned.setdefault(site.owner, []).append(site)
@@ -320,7 +320,7 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
             sites[site.key] = made = Site(site.function, site.operands, held, site.weights)
             made.gradient = site.gradient
         if unknown := sorted(set(sites) - set(site_keys(steps))):
-            raise ConfigError(f"{module_name(owner)} has no calls {', '.join(unknown)}")
+            raise ConfigError(f"the plan's steps for {module_name(owner)} lack the calls {', '.join(unknown)}")
         own = Sites(owner, steps, sites, plan.training_keys.get(owner))
         add_sites(modules[owner], own.train(modules[owner].training))
     for path in plan.shielded:
@@ -383,7 +383,7 @@ _NAMED = 3
 def with_training(
     model: nn.Module, plan: SitePlan, recording: Recording, run: Callable[[], object]
 ) -> tuple[SitePlan, list[str]]:
-    """A plan with the calls of training mode; and if they differ from eval mode, a list with a line for the user.
+    """The plan with the calls of training mode added, and a list with a line that names calls of one mode only.
 
     A model that cannot run in training mode with the example, for lack of labels, keeps the plan of eval mode.
     """
@@ -451,7 +451,7 @@ def _keys(plan: SitePlan, owner: str, recording: Recording, trained: Recording) 
 
 
 def _by_place(calls: Sequence[FunctionCall], names: Sequence[Any]) -> dict[Any, list[Any]]:
-    """The names of calls, in lists by the call's function and place in the code."""
+    """For each function and place in the code: the names of the calls of this function at this place."""
     places: dict[Any, list[Any]] = {}
     for call, name in zip(calls, names, strict=True):
         places.setdefault((call.function, call.where), []).append(name)

@@ -90,7 +90,7 @@ def test_each_quantizer_alone() -> None:
             noise = (model(x) - exact).square().sum()
             quantizer.mode = Mode.OFF
             assert one.value == pytest.approx(10 * (exact.square().sum() / noise).log10().item(), rel=1e-4)
-    with pytest.raises(ConfigError, match='each is "layer" or "quantizer", got \'quantizers\''):
+    with pytest.raises(ConfigError, match='each= must be "layer" or "quantizer", got \'quantizers\''):
         fq.sensitivity(model, [x], each="quantizers")
 
 
@@ -163,7 +163,7 @@ def test_tensors_in_mappings_and_dataclasses_are_measured(wrap: Callable[[torch.
 )
 def test_outputs_without_a_float_tensor_are_refused(wrap: Callable[[torch.Tensor], Any], name: str) -> None:
     model = returning(wrap)
-    with pytest.raises(ConfigError, match=f"output of type {name} holds no float tensor; give metric="):
+    with pytest.raises(ConfigError, match=f"output of type {name} holds no float tensor; pass metric="):
         sensitivity(model, [ROWS])
     assert all(quantizer.mode is Mode.QUANTIZE for quantizer in quantizers(model).values())
 
@@ -249,7 +249,7 @@ def test_skip_names_calls_that_are_there(tmp_path: Path) -> None:
         fq.prepare(Power(), "int8", (x,), target="onnxruntime", skip=["_sites.add_7"])
     with pytest.raises(ConfigError, match="no function 'ad' can be quantized"):
         fq.prepare(Power(), "int8", (x,), target="onnxruntime", skip=["_sites.ad_0"])
-    with pytest.raises(ConfigError, match=r"rules speak of functions \(add\), .* give prepare\(\.\.\., example=\)"):
+    with pytest.raises(ConfigError, match=r"rules name functions \(add\), .* pass prepare an example="):
         fq.prepare(Power(), "int8", skip=["_sites.add_0"])
     model = fq.prepare(Power().eval(), "int8", (x,), target="onnxruntime", skip=["_sites.add_0"])
     fq.calibrate(model, [x])
@@ -261,5 +261,5 @@ def test_skip_names_calls_that_are_there(tmp_path: Path) -> None:
 def test_outputs_that_are_nan_or_0_have_no_errors_to_measure(value: float) -> None:
     model = fq.prepare(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)), "int8")
     fq.calibrate(model, [torch.randn(4, 8)], progress=False)
-    with pytest.raises(ConfigError, match="all values of the model's float outputs are NaN or 0; give other batches"):
+    with pytest.raises(ConfigError, match="all values of the model's float outputs are NaN or 0; pass other batches"):
         fq.sensitivity(model, [torch.full((4, 8), value)], progress=False)

@@ -92,7 +92,7 @@ def test_unknown_functions_are_refused_with_the_nearest() -> None:
 
 
 def test_rules_with_functions_need_an_example() -> None:
-    with pytest.raises(ConfigError, match=r"rules speak of functions \(add\), .*example="):
+    with pytest.raises(ConfigError, match=r"rules name functions \(add\), .*example="):
         fq.prepare(model(), fq.Config("rules", (fq.Rule("*", input="int8", ops=("add",)),)))
 
 
@@ -250,7 +250,7 @@ def test_copies_of_a_graph_module_would_lose_its_sites() -> None:
 def test_models_that_torch_export_made_are_refused(inner: bool) -> None:
     exported = torch.export.export(Residual(), (X,)).module()
     made = nn.Sequential(nn.Linear(4, 4), exported) if inner else exported
-    with pytest.raises(ConfigError, match=rf"^{'1' if inner else 'the model'} was made by torch.export and has no lay"):
+    with pytest.raises(ConfigError, match=rf"^{'1' if inner else 'the model'} was made by torch.export, which repl"):
         fq.prepare(made, "INT8", example=X)
     if not inner:
         with pytest.raises(ConfigError, match=r"made by torch\.export"):

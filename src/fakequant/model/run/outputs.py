@@ -37,9 +37,9 @@ Place = tuple[Any, ...]
 
 
 def named_tensors(output: Any, place: Place = ()) -> dict[Place, Tensor]:
-    """All float tensors in a model's output by their place: in tuples, lists, mappings and dataclasses, however nested.
+    """All float tensors in an output, also in nested tuples, lists, mappings and dataclasses; keys are their places.
 
-    A complex tensor becomes a tensor with real and imaginary part along the last axis.
+    A complex tensor becomes a real tensor, with real and imaginary parts along a new last axis.
 
     >>> named_tensors({"logits": torch.ones(1), "ids": torch.arange(2)})
     {('logits',): tensor([1.])}
@@ -63,7 +63,7 @@ def float_tensors(output: Any) -> list[Tensor]:
 
 
 def shown_place(place: Place) -> str:
-    """A place as text.
+    """The place of a tensor in an output, as text.
 
     >>> shown_place(("levels", 0, "boxes"))
     'levels[0].boxes'
@@ -75,14 +75,14 @@ def shown_place(place: Place) -> str:
 class Power:
     """The power of a signal and of its error, summed over batches.
 
-    An element whose signal is infinite or NaN, as for masked tokens, counts only if it changes.
+    An element whose signal is infinite or NaN, as for masked tokens, counts only if the approximation differs from it.
     """
 
     signal: float = 0.0
     noise: float = 0.0
 
     def add(self, exact: Tensor, approximate: Tensor) -> None:
-        """Add a tensor and its approximation; if shapes differ, as for a detector, the noise becomes infinite."""
+        """Add a tensor and its approximation; if their shapes differ, as for a detector, the noise becomes infinite."""
         exact, approximate = exact.detach(), approximate.detach()
         if exact.shape != approximate.shape:
             self.noise = math.inf
@@ -136,17 +136,17 @@ class Distance:
 
     @property
     def shares(self) -> dict[Any, float]:
-        """The energy of the error by name, as a share of the tensor's energy."""
+        """For each name, the energy of the error as a share of the exact tensor's energy."""
         return {name: power.share for name, power in self._powers.items()}
 
     @property
     def energies(self) -> dict[Any, float]:
-        """The energy of the exact tensors by name; values that are infinite or NaN do not count."""
+        """For each name, the energy of the exact tensors; values that are infinite or NaN do not count."""
         return {name: power.signal for name, power in self._powers.items()}
 
     @property
     def mean(self) -> float:
-        """The mean of the shares, which decisions compare; 0 without tensors."""
+        """The mean of the shares, by which models are compared; 0 without tensors."""
         return sum(self.shares.values()) / max(len(self._powers), 1)
 
     @property
@@ -180,9 +180,10 @@ class OutputErrors(NamedTuple):
     """The errors of a model's outputs against the float model's outputs.
 
     Attributes:
-        distance: the errors by output, over all batches.
-        rows: by output, the error of each row as a share of the output's energy, float64 [rows] on the CPU. A row is an
-            example, or with a mask a token. An output of another shape counts as one row with an infinite error.
+        distance: the error of each output, over all batches.
+        rows: the error of each row of each output, as a share of the output's energy: float64 [rows of all outputs] on
+            the CPU. A row is an example, or with a mask a token. An output counts as one row with an infinite error if
+            its shape differs from the float model's.
     """
 
     distance: Distance
@@ -192,9 +193,9 @@ class OutputErrors(NamedTuple):
 def check_again(
     model: nn.Module, batches: Batches, batch: Any, first: Mapping[Place, Tensor], mask: Tensor | None = None
 ) -> None:
-    """Warn if a second run of a model returns other outputs: by random numbers, or by state that the first run changed.
+    """Warn if a second run of a model returns other outputs, because of random numbers or of state that a run changes.
 
-    Figures can be compared nevertheless: each pass over the batches starts from the same random numbers and state.
+    Errors can still be compared: each pass over the batches starts from the same random numbers and state.
 
     Args:
         model: the model, in the same mode as for the first run.
@@ -231,7 +232,7 @@ def check_again(
 
 
 def _differ(one: Mapping[Place, Tensor], other: Mapping[Place, Tensor]) -> float:
-    """The distance of two runs as a share of the norm; 0 if the order of sums on a GPU may explain it."""
+    """The distance between the outputs of two runs, as a share of the norm; 0 if the order of sums may explain it."""
     distance = Distance()
     distance.add(one, other)
     found = max(distance.shares.values(), default=0.0) ** 0.5
@@ -239,11 +240,12 @@ def _differ(one: Mapping[Place, Tensor], other: Mapping[Place, Tensor]) -> float
 
 
 class OutputDistance:
-    """Measures the distance of a model's outputs from the float outputs, which are stored.
+    """The stored outputs of a float model, to measure the distance of a quantized model's outputs from them.
 
     Args:
-        batches: the batches to compare on; the float outputs for all of them are stored. Masked tokens do not count,
-            except in outputs that do not begin with the axes [batch, tokens].
+        model: the model, which now computes in float.
+        batches: the batches to compare on. Masked tokens do not count, except in outputs that do not begin with the
+            axes [batch, tokens].
 
     >>> from fakequant.data.batches import Batches
     >>> model = nn.Linear(2, 2)
@@ -260,16 +262,16 @@ class OutputDistance:
 
     @property
     def wanted(self) -> list[Tensor]:
-        """All outputs in float, without masked tokens."""
+        """All outputs of the float model, without masked tokens."""
         return [y for outputs in self._wanted for y in outputs.values()]
 
     @property
     def has_outputs(self) -> bool:
-        """Whether the model returns any floats; whole numbers have no error."""
+        """Whether the float model returns any floats; no error is measured of other outputs."""
         return any(y.numel() for y in self.wanted)
 
     def check(self, *, has_metric: bool = False) -> None:
-        """Check that the float model returns no NaN, and that it returns floats or there is a metric.
+        """Check that the float model returns no NaN, and that it returns floats, unless the user has a metric.
 
         Raises:
             CalibrationError: an output holds NaN; the number of the batch is named.
@@ -277,9 +279,9 @@ class OutputDistance:
         """
         for number, outputs in zip(self.batches.numbered, self._wanted, strict=True):
             if any(bool(y.isnan().any()) for y in outputs.values()):
-                raise CalibrationError(f"batch {number + 1}: an output in float holds NaN; leave the batch out")
+                raise CalibrationError(f"batch {number + 1}: an output of the float model is NaN; leave out the batch")
         if not self.has_outputs and not has_metric:
-            raise ConfigError("the error is that of outputs of floats, but the model returns no floats; give a metric=")
+            raise ConfigError("the model returns no floats, of which an error could be measured; pass metric=")
 
     def of(self, model: nn.Module) -> Distance:
         """The distance of a model's present outputs from the float outputs."""
@@ -290,7 +292,7 @@ class OutputDistance:
         return found
 
     def errors_of(self, model: nn.Module) -> OutputErrors:
-        """The distance of a model from the float outputs, and the error of each row, by one run of the batches."""
+        """Run all batches; returns the distance of a model from the float outputs, and the error of each row."""
         with cached_weights(model), self.batches.one_pass(model):
             energy: dict[Place, float] = {}
             for wanted in self._wanted:
@@ -363,7 +365,7 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
 
 @contextmanager
 def watching(model: nn.Module) -> Iterator[Recording]:
-    """A context that records a run while quantizers work as usual; products are not counted.
+    """A context that records a run while quantizers work as usual; multiply-accumulates are not counted.
 
     >>> model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
     >>> with watching(model) as found:
@@ -377,7 +379,7 @@ def watching(model: nn.Module) -> Iterator[Recording]:
 
 
 class _WholeRecorder(Recorder):
-    """A recorder that also counts products, measures magnitudes, finds possible sites, and marks quantizers."""
+    """A recorder that also counts multiply-accumulates, measures magnitudes, and finds possible sites."""
 
     def __init__(self, model: nn.Module) -> None:
         self.followed: CodeType | None = None
@@ -428,7 +430,7 @@ class _WholeRecorder(Recorder):
         return run
 
     def _quantized(self, quantizer: Any) -> Callable[[Tensor], Tensor]:
-        """A `forward` for a quantizer that returns a new tensor with the same numbers, so that no range is needed."""
+        """A `forward` for a quantizer: it returns a new tensor with the same numbers, so that no range is needed."""
 
         def run(x: Tensor) -> Tensor:
             if not quantizer.quantizes:

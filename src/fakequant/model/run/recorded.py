@@ -70,14 +70,14 @@ class FunctionCall:
     """One call of a torch function.
 
     Attributes:
-        number: its place in the run.
-        owner: the path of the module whose `forward` calls it; None if a hook calls it.
-        visit: the number of the call of the owner.
+        number: the index of this call in the run.
+        owner: the path of the module whose `forward` calls the function; None if a hook calls it.
+        visit: how many calls of the owner came before the call of the owner that makes this call.
         function: the canonical name, or the name of torch for functions that cannot be quantized.
         index: how many calls of the function came before in the same visit.
-        inputs: all tensor arguments.
-        outputs: all tensors of the result, and all tensors that the call writes to.
-        operands: the values that could be quantized, by argument; empty for functions that cannot be quantized.
+        inputs: the values of all tensor arguments, by number.
+        outputs: the values of all tensors of the result, and of all tensors that the call writes to, by number.
+        operands: for each argument that could be quantized: its value; empty for functions that cannot be quantized.
         multiplications: the multiply-accumulates of a product; 0 for other functions, and for embeddings.
         where: the places in the code, from the call up to the owner's `forward`; empty for functions that cannot be
             quantized.
@@ -113,7 +113,7 @@ class FunctionCall:
 
     @property
     def site(self) -> tuple[str | None, str, int]:
-        """The owner, function and index of the call, which identify it in every run and visit."""
+        """The owner, function and index of the call, which are the same in every run and visit."""
         return self.owner, self.function, self.index
 
 
@@ -155,8 +155,8 @@ class Recording:
     Attributes:
         calls: the calls of torch functions.
         modules: the calls of modules, without quantizers, in the order of their starts.
-        values: the values by number.
-        parameters: the values of parameters, by every name.
+        values: the values; the number of a value is its index.
+        parameters: for each name of a parameter, the number of its value.
         threads: the paths of modules that are called in other threads.
         visits: for the path of every module, how often it was called.
         outputs: the values that the model returns.
@@ -177,11 +177,11 @@ class Recording:
     masks: set[int] = field(default_factory=set)
 
     def is_constant(self, call: FunctionCall) -> bool:
-        """Whether a call computes with parameters only: engines compute it once, and quantize its result."""
+        """Whether a call computes from parameters only; engines compute such a call once, and quantize the result."""
         return bool(call.outputs) and all(self.values[value].constant for value in call.outputs)
 
     def numbers(self, model: nn.Module) -> dict[nn.Parameter, int]:
-        """The values of the parameters that a model had before the run."""
+        """For each parameter that the model had before the run: the number of its value."""
         held = model.named_parameters(remove_duplicate=False)
         return {parameter: self.parameters[name] for name, parameter in held if name in self.parameters}
 
@@ -200,7 +200,7 @@ class Recording:
 
     @cached_property
     def calls_of(self) -> dict[str | None, list[FunctionCall]]:
-        """The calls of a complete run, by their owner."""
+        """For each owner, its calls in a complete run."""
         found: dict[str | None, list[FunctionCall]] = {}
         for call in self.calls:
             found.setdefault(call.owner, []).append(call)
@@ -221,7 +221,7 @@ class Recording:
 
     @cached_property
     def consumers(self) -> dict[int, list[FunctionCall]]:
-        """The calls that compute something from each value of a complete run, each call once."""
+        """For each value of a complete run: the calls that compute something from it, each call once."""
         found: dict[int, list[FunctionCall]] = {}
         for call in self.calls:
             for value in dict.fromkeys(call.inputs if call.outputs else ()):  # others give a number, a text or a shape
@@ -246,7 +246,7 @@ class Recording:
 
     @cached_property
     def multiplications(self) -> Counter[str]:
-        """The multiply-accumulates of all calls of a complete run within a module, by its path."""
+        """For the path of each module: the multiply-accumulates of all calls within it in a complete run."""
         before = [0, *accumulate(call.multiplications for call in self.calls)]
         found = Counter[str]()
         for one in self.modules:
@@ -254,7 +254,7 @@ class Recording:
         return found
 
     def of_owner(self, owner: str) -> list[list[FunctionCall]]:
-        """The calls of functions that can be quantized, for every visit of an owner."""
+        """For each visit of an owner, a list of its calls of functions that can be quantized."""
         visits: list[list[FunctionCall]] = [[] for _ in range(self.visits[owner])]
         for call in self.calls_of.get(owner, []):
             if call.function in SITE_FUNCTIONS:
@@ -324,7 +324,7 @@ def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.M
 
 
 def read_together(recording: Recording, paths: Iterable[str]) -> dict[str, list[str]]:
-    """For each path that is called, the paths whose modules always get the same first input, itself included.
+    """For each of `paths` whose module is called: all of `paths` whose modules get the same first inputs in all calls.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.ones(1, 4)
@@ -344,8 +344,7 @@ def read_together(recording: Recording, paths: Iterable[str]) -> dict[str, list[
 class Unreached:
     """The weights that a run of a model does not reach: no function reads the weight, and its layer is not called.
 
-    A run shows which layers read a value. An expert that got no rows, or a head for training, may read the value in
-    another run.
+    Such a weight may read a value in another run, like that of an expert that got no rows, or of a head for training.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)]), torch.ones(1, 4)
@@ -486,7 +485,7 @@ def factors_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) -> tuple[Any, int]:
-    """The result of a product, and its multiply-accumulates."""
+    """Call `run`, which computes a product; returns its result and the number of multiply-accumulates."""
     attends = has(name, Trait.ATTENTION)
     if attends:  # flex_attention fails under torch's counter
         output = run()
@@ -514,7 +513,7 @@ def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) 
 
 
 class _NoModules(ModuleTracker):
-    """A tracker without hooks: torch's hooks would stay on all modules after an interrupt while the counter ends."""
+    """A tracker that adds no hooks to modules: after an interrupt at the end of counting, torch's hooks would stay."""
 
     def __enter__(self) -> _NoModules:
         return self
@@ -529,10 +528,10 @@ _STILL_LARGE = EXTREME / 100
 def masked_values(recording: Recording) -> set[int]:
     """The values that carry numbers of a mask, until a function has removed them.
 
-    A value carries a mask if it holds only zeros and extreme numbers, or if a function wrote extreme numbers into
-    another value. The result of a function of a value with a mask carries the mask, too, while it has large numbers;
-    the result of a product does not. Scores with extreme numbers before a softmax, and the mask argument of an
-    attention, also carry a mask.
+    A value carries a mask if it holds only zeros and extreme numbers, or if it is the result of a function that wrote
+    extreme numbers into another value. If an argument of a function carries a mask, so does its result, as long as the
+    result has large numbers; the result of a product does not. Scores with extreme numbers before a softmax, and the
+    mask argument of an attention, also carry a mask.
     """
     sizes = [value.size for value in recording.values]
     found = set(recording.masks)
@@ -600,7 +599,7 @@ def find_neighbors(
     Args:
         makers: the modules whose outputs are followed.
         layers: the modules that count as readers.
-        through: the functions through which outputs are followed; by default those with f(s * x) = s * f(x), s > 0.
+        through: the functions through which outputs are followed; by default those with f(s * x) = s * f(x) for s > 0.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(1, 4)

@@ -47,7 +47,7 @@ _ADDED = 1000  # tensors after which dead ones are dropped; as many as living on
 
 
 class Tensors:
-    """Numbers for the tensors of a run. A tensor is known by its id and its memory, and may be freed.
+    """A table of the tensors of a run and their numbers. A tensor is known by its id and memory, and may be freed.
 
     >>> found, x = Tensors(), torch.zeros(4)
     >>> views = x[:2], x[2:]
@@ -105,7 +105,7 @@ class Tensors:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """A number that changes with every write; None for an inference tensor."""
+    """A number that changes with every write to a tensor; None for inference tensors, which have no such number."""
     return None if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
@@ -129,7 +129,7 @@ def largest(tensor: Tensor) -> float:
 
 
 def holds_mask(tensor: Tensor, extreme: float) -> bool:
-    """Whether a float tensor has only zeros and extreme numbers, or is one negative extreme number.
+    """Whether a float tensor has zeros and extreme numbers only, or the same negative extreme number everywhere.
 
     >>> holds_mask(torch.tensor([0.0, -1e9, 0.0]), 1e4), holds_mask(torch.tensor([0.5, -1e9]), 1e4)
     (True, False)
@@ -142,7 +142,7 @@ def holds_mask(tensor: Tensor, extreme: float) -> bool:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor inside wrappers of vmap, whose values cannot be read."""
+    """The tensor inside the wrappers of vmap, because the values of a wrapper cannot be read."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
@@ -251,15 +251,15 @@ class Recorder(TorchFunctionMode):
         return PLAIN
 
     def _computed(self, product: str, run: Callable[[], Any], factors: list[Tensor]) -> tuple[Any, int]:
-        """The result of `run`, and its multiply-accumulates, counted only if `factors` is not empty."""
+        """The result of `run`, and its multiply-accumulates: 0 here, because only a subclass counts them."""
         return run(), 0
 
     def _size(self, tensor: Tensor, number: int) -> float:
-        """The largest magnitude of a new value."""
+        """The largest magnitude of a new value: 0 here, because only a subclass measures it."""
         return 0.0
 
     def _branch(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function for `torch.cond` or a loop of torch whose calls are recorded, but cannot be quantized."""
+        """Wrap a function for `torch.cond` or a loop of torch: its calls are recorded, but cannot be quantized."""
         branching = self.running[-1:]
 
         def run(*args: Any) -> Any:
@@ -303,7 +303,7 @@ class Recorder(TorchFunctionMode):
         return number
 
     def _hook(self, path: str, module: nn.Module, keep: Callable[[Any], None]) -> None:
-        """Put hooks around the calls of a module. They are lambdas: a model that copies the module would copy methods.
+        """Put hooks around the calls of a module: lambdas, because a copy of the module would copy bound methods.
 
         Args:
             keep: gets the handle of each hook right after it is added, so that an interrupt leaves no hook behind.
@@ -367,7 +367,7 @@ def quantizes(module: nn.Module) -> bool:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of a tree of containers that torch knows."""
+    """All tensors in nested containers, of those that torch's pytree knows."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

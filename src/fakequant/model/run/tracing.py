@@ -41,7 +41,7 @@ _TRACEBACKS = "torch._subclasses.fake_tensor"
 def traced_program(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_shapes: Any = None
 ) -> ExportedProgram:
-    """A model traced by `torch.export.export` with strict=False; a decoder that returns a cache is traced without it.
+    """Trace a model by `torch.export.export` with strict=False; a decoder that returns a cache is run without one.
 
     Raises:
         ExportError: the model returns something that torch.export does not know, holds a scripted module, or fails on
@@ -74,8 +74,9 @@ def traced_program(
         if longer is None:
             raise
         raise ExportError(
-            "a dynamic axis of the example has length 1, which torch.export takes for a static one, and tracing fails "
-            f"with the example repeated: {str(error).strip().partition(chr(10))[0]}; give an example of two samples"
+            "a dynamic axis of the example has length 1, so that torch.export would take it for static, and tracing "
+            f"fails with the example repeated along it: {str(error).strip().partition(chr(10))[0]}. Pass an example of "
+            "two samples"
         ) from error
 
 
@@ -141,7 +142,7 @@ def _warn_of_lengths(program: ExportedProgram, model: nn.Module, example: Any) -
 
 
 def _holds(guard: str, held: Any, lengths: Mapping[int, int]) -> bool:
-    """Whether a guard of torch is true with the lengths `lengths[old]`; True if it cannot be evaluated."""
+    """Whether a guard of torch is true if each length n becomes `lengths[n]`; True if it cannot be evaluated."""
 
     def sized(tensor: Tensor) -> Any:
         return SimpleNamespace(size=lambda: [lengths.get(n, n) for n in tensor.shape])
@@ -180,7 +181,7 @@ def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProg
     except RuntimeError as error:
         if _KEPT in str(error):
             raise ExportError(
-                "forward stores a tensor that it computes where tracing cannot see it, as by self.h.data = y; write "
+                "forward computes a tensor and stores it where tracing cannot see it, as by self.h.data = y; write "
                 "self.h.copy_(y) to a buffer, or return the tensor"
             ) from error
         if (found := _UNKNOWN_OUTPUT.search(str(error))) is None:
@@ -243,7 +244,7 @@ def separate(example: Any) -> Any:
 
 
 def _single(x: Any, shapes: Any) -> Iterator[tuple[Tensor, int]]:
-    """The tensors of an argument that have a dynamic axis of length 1, each with the axis."""
+    """The tensors in an argument that have a dynamic axis of length 1, each with the number of this axis."""
     if shapes is None:
         return
     items = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes)
@@ -291,8 +292,8 @@ def inline_regions(program: ExportedProgram, *, gradients: bool) -> None:
 
     Args:
         program: the program, which is changed.
-        gradients: whether it was exported with gradients enabled; if not, the gradient modes of subgraphs have no
-            effect.
+        gradients: whether the program was exported with gradients enabled; if not, the gradient modes of subgraphs have
+            no effect.
 
     Raises:
         GraphError: `gradients` is true, and a subgraph enables gradients by `torch.enable_grad`.
@@ -316,7 +317,7 @@ def inline_regions(program: ExportedProgram, *, gradients: bool) -> None:
 
 
 def _inline(module: fx.GraphModule, node: fx.Node, gradients: bool) -> dict[str, str]:
-    """Replace a call of a subgraph by its operations; returns, for each old name of its results, the new name."""
+    """Replace a call of a subgraph by its operations; returns, for each result's old name, the result's new name."""
     is_mode = node.target is _GRADIENTS
     body, *inputs = cast("list[Any]", list(node.args[1 if is_mode else 4 :]))
     if is_mode and gradients and node.args[0]:
