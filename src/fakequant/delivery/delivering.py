@@ -42,7 +42,7 @@ from fakequant.delivery.format import (
 from fakequant.errors import CheckpointError, ConfigError, ExportError, OutputError, nearest, shown, warn_user
 from fakequant.files import check_path, read_whole, writable_folder
 from fakequant.model.config import TensorConfig
-from fakequant.model.engine import Engine, find_engine, holders
+from fakequant.model.engine import Engine, find_engine, holders, known_engines
 from fakequant.model.presets import presets
 from fakequant.model.sites import site_path
 from fakequant.model.state.plan import QuantizerEntry
@@ -444,6 +444,11 @@ def files_of(state: QuantizedState, model: nn.Module, chosen: DeliveryFormat) ->
     """The files of a state in a format, see `deliver_state`; tensors are made when they are read."""
     parts = parts_of(model, state)
     refuse(chosen, model, parts, state)
+    for engine in {one.name: one for one in known_engines().values() if one.files == chosen.name}.values():
+        try:
+            engine.check(model)
+        except ExportError as error:
+            warn_user(f"{engine.name} does not load these files: {error}")
     return dict(chosen.encode(state, model, parts))
 
 

@@ -407,6 +407,7 @@ class LayeredWriter:
         in_float: weights that are written as floats with the values of their codes: tables, which programs read as
             floats, and tied weights.
         pieces: for each weight with codes, its names in files.
+        divided: the weights in float that files hold in pieces, as stacks of experts.
         under: for each weight that `merge_scales` merged, by name, the second-level scale that the merged weights
             share.
         ignored: layers in float, by their names in files, and by their names in the model if those differ, because
@@ -428,12 +429,14 @@ class LayeredWriter:
         self.coded = {part.weight: part for part in parts if part.weight not in left}
         self.tensors, self.ignored = TensorFile({}, {"format": "pt"}), list[str]()
         self.pieces: dict[str, list[str]] = {}
+        self.divided: list[str] = []
         self.under: dict[str, Tensor] = {}
         self._made: tuple[str, dict[str, dict[str, Tensor]]] = "", {}
         own = (path for path, _, _ in state.quantizers())
         for name in without_quantizers([*state.tensors, *state.shared], own):
             tensor = lazy(state.tensors, state.shared.get(name, name))
             pieces = self._names.split(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+            self.divided += [name] if len(pieces) > 1 and name not in self.coded else []
             for key, piece in pieces.items():
                 base, is_whole = key.removesuffix(".weight"), piece.shape == tensor.shape
                 if (part := self.coded.get(name)) is not None:

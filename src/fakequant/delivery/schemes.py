@@ -59,6 +59,9 @@ HALF_RANGE = "dynamic INT8 by transformers of "
 """The prefix before a layer's name of a key in a file's header, which says that inputs have transformers' scales."""
 EXACT = "exact global scale of "
 """The prefix before a layer's name of a header's key for an exact scale; the file's tensor has its reciprocal."""
+PLAIN = "re:experts in float"
+"""The target of an FP8 scheme that no layer has. transformers takes the first scheme for "experts" for all tensors that
+it merges, and keeps tensors in float only under FP8."""
 _FORMATS = {one.bits: one for one in map(parse_format, ("float8_e4m3fn", "float6_e2m3fn", "float4_e2m1fn"))}
 _POWERS, _E4M3 = parse_format("float8_e8m0fnu"), _FORMATS[8]
 _HALVES = {torch.float16: parse_format("float16"), torch.bfloat16: parse_format("bfloat16")}
@@ -311,7 +314,8 @@ def groups_of(folder: Folder) -> list[Args]:
     given = {**given, "sparsity_config": None if is_dense else sparsity}
     if left := [key for key in ("transform_config", "sparsity_config") if given.get(key)]:
         raise CheckpointError(f"{folder.path} has {', '.join(left)}, which this reader does not know")
-    return [normalized(one, given.get("format")) for one in given["config_groups"].values()]
+    found = [normalized(one, given.get("format")) for one in given["config_groups"].values()]
+    return [one for one in found if one["targets"] != [PLAIN]]
 
 
 def scheme_for(folder: Folder, names: Sequence[str], classes: Sequence[str]) -> Args | None:
@@ -563,7 +567,7 @@ def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: st
     coded = [one for one in groups if "weights" in one]
     name, options, note = f"transformers {transformers.__version__}", dict[str, Any](), ""
     if any(one["weights"]["strategy"] == "tensor_group" for one in coded):
-        note = "decompresses NVFP4 in bfloat16"
+        note = "decompresses NVFP4 in bfloat16, of experts without the second-level scale"
     elif needs_dequantize(coded, Folder(path).tensors(), dtype) and not runs_in_bfloat16(coded):
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
         if len(coded) > 1:

@@ -147,7 +147,7 @@ def test_experts_whose_weights_have_different_widths_are_read(inner: int, is_loa
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         folder = fq.deliver(model, tmp_path, "compressed-tensors")
-    assert any("transformers loads experts of one scheme alone" in str(one.message) for one in said) is not is_loaded
+    assert any("stacked experts of one scheme alone" in str(one.message) for one in said) is not is_loaded
     assert fq.verify_delivery(folder, model, BATCHES).passed is is_loaded
     assert torch.equal(logits(fq.read(folder)), logits(model))
 
@@ -525,7 +525,7 @@ def test_other_rules_of_int8_inputs_are_refused(spec: str, tmp_path: Path) -> No
 def test_experts_with_quantized_inputs_are_said(preset: str, tmp_path: Path) -> None:
     model = prepared(getattr(fq.presets, preset).with_rule(fq.Rule("lm_head"), fq.Rule("*embed_tokens")), mixtral())
     with pytest.warns(
-        UserWarning, match=r"transformers loads no experts with quantized inputs, or leaves .*gate_up_proj"
+        UserWarning, match=r"transformers does not load these files: .*experts: its input is .* in float; quantize only"
     ):
         folder = fq.deliver(model, tmp_path, "compressed-tensors")
     assert not fq.verify_delivery(folder, model).passed
@@ -544,6 +544,48 @@ def test_transformers_takes_experts_with_quantized_weights_alone(preset: str, tm
     fq.calibrate(model, BATCHES, progress=False)
     report = fq.verify_delivery(fq.deliver(model, tmp_path / "new", target="transformers"), model, BATCHES)
     assert [row.differing for row in report.outputs] == [0]
+
+
+@pytest.mark.parametrize("preset", ["INT4_GROUP32", "INT8_WEIGHT_ONLY", "W8A8_TRANSFORMERS", "FP8_DYNAMIC"])
+def test_experts_in_float_beside_other_layers_load(preset: str, tmp_path: Path) -> None:
+    model = fq.prepare(mixtral(), preset, target="transformers", skip=["*experts*", "*embed_tokens"])
+    delivered(model, tmp_path)
+
+
+def test_a_convolution_of_several_tensors_of_a_file_loads(tmp_path: Path) -> None:
+    """transformers decompresses all tensors that it merges as it does experts; here of three convolutions in float."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
+    kinds = ["linear_attention", "full_attention"]
+    net = language_model("olmo_hybrid", linear_value_head_dim=16, layer_types=kinds, **sizes)
+    delivered(prepared(rules("int4 per_block(-1:32)"), net), tmp_path)
+
+
+_OF_ROWS = "loads this format of stacked experts with a scale for each row alone; quantize experts in integers"
+_OF_ONE = "loads stacked experts of one scheme alone, and the model has"
+
+
+@pytest.mark.parametrize(
+    ("experts", "reason"),
+    [
+        ([_NV], "loads this format of stacked experts without its second-level scale; quantize experts in integers"),
+        ([f"{_FP8} per_block(-1:32)"], _OF_ROWS),
+        ([f"{_FP8} per_block(-2:32,-1:32)"], _OF_ROWS),
+        ([f"{_FP8} {_MX}"], _OF_ROWS),
+        (["int8 per_channel(0)", "int4 per_channel(0)"], f"{_OF_ONE} several schemes beside .*quantize all .* alike"),
+        (["int8 per_channel(0)", None], rf"{_OF_ONE} model\.layers\.1\.mlp\.experts\..* in float beside"),
+    ],
+)
+def test_experts_of_which_transformers_loads_other_values(experts: Any, reason: str, tmp_path: Path) -> None:
+    own = [fq.Rule(f"*{at}.mlp.experts", weight=one) for at, one in enumerate(experts)]
+    config = fq.Config("own", [fq.Rule("*proj", weight="int8 per_channel(0)"), *own])
+    with pytest.raises(ConfigError, match=f"transformers cannot load own: .*{reason}"):
+        fq.prepare(mixtral(num_hidden_layers=len(experts)), config, target="transformers")
+    model = prepared(config, mixtral(num_hidden_layers=len(experts)))
+    with pytest.warns(UserWarning, match=f"transformers does not load these files: .*{reason}"):
+        folder = fq.deliver(model, tmp_path / "new", "compressed-tensors")
+    assert torch.equal(logits(fq.read(folder)), logits(model))
+    with pytest.raises(ExportError, match=reason):
+        fq.deliver(model, tmp_path / "new", target="transformers")
 
 
 @pytest.mark.parametrize(("preset", "other"), [("INT8", "W8A8_DYNAMIC"), ("FP8", "FP8_DYNAMIC")])

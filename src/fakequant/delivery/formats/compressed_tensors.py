@@ -30,6 +30,7 @@ from fakequant.delivery.schemes import (
     HEADS,
     LOCAL,
     PACKED,
+    PLAIN,
     ROLES,
     attention_args,
     attention_sites,
@@ -117,7 +118,7 @@ class CompressedTensors(LayeredFormat):
         missed = missed_cache(call.module for call in calls if "query" not in call.operands)
         dtype = dtype_of(state, model)
         _warn(writer, [json.loads(scheme) for scheme in groups], missed, dtype)
-        said = _quantization(groups, calls, writer.ignored)
+        said = _quantization(groups, calls, writer)
         # The configuration must not give a weight another scheme than it has.
         folder: Any = SimpleNamespace(quantization=said, path=self.name)
         for name, bases in writer.pieces.items():
@@ -286,7 +287,7 @@ def _pattern(bases: Sequence[str]) -> str:
 
 
 def _quantization(
-    found: Mapping[str, Mapping[str, float]], calls: Sequence[Part], ignored: Sequence[str]
+    found: Mapping[str, Mapping[str, float]], calls: Sequence[Part], writer: LayeredWriter
 ) -> dict[str, Any]:
     """The quantization in `config.json`: the scheme of most layers names a class; others name layers and come first."""
     ranked = sorted(found.items(), key=lambda item: sum(item[1].values()))
@@ -299,12 +300,15 @@ def _quantization(
     attention = attention_args(calls[0]) if calls else None
     if has_query := any("query" in part.operands for part in calls):
         groups.insert(0, {"targets": [part.path for part in calls], ROLES["input"]: attention})
+    if writer.divided and not any(part.is_stack for part in writer.coded.values()):
+        eight = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+        groups.append({"targets": [PLAIN], ROLES["weight"]: eight, "format": "naive-quantized"})
     return {
         "quant_method": CompressedTensors.name,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
-        "ignore": [*ignored],
+        "ignore": [*writer.ignored],
         "kv_cache_scheme": None if has_query else attention,
     }
 
@@ -312,18 +316,14 @@ def _quantization(
 def _warn(writer: LayeredWriter, schemes: Sequence[Scheme], missed: str, dtype: torch.dtype) -> None:
     """Warn once of conditions for loading the files, and of keys and values that stay in float."""
     notes = [missed] if missed else []
-    stacks = {name: part for name, part in writer.coded.items() if part.is_stack}
-    if left := [name for name, part in stacks.items() if "input" in part.operands]:
-        notes.append(
-            f"transformers loads no experts with quantized inputs, or leaves these inputs in float: {listed(left)}"
-        )
     if writer.in_float:
         notes.append(
             f"{listed(writer.in_float)} in float, with the values of the codes: programs load no quantized embeddings"
         )
-    if len({json.dumps(scheme_of(part)) for part in stacks.values()}) > 1:
-        notes.append("transformers loads experts of one scheme alone, and these have several")
-    elif way := how_to_load(schemes, writer.tensors, dtype):
-        notes.append(f"transformers loads these files {way}")
+    if way := how_to_load(schemes, writer.tensors, dtype):
+        stacks = (scheme_of(part) for part in writer.coded.values() if part.is_stack)
+        is_half = any("scale_dtype" in one["weights"] for one in stacks if not isinstance(one, str))
+        then = "; call to(torch.float32) on it, whose experts are in bfloat16" if is_half else ""
+        notes.append(f"transformers loads these files {way}{then if dtype is torch.float32 else ''}")
     if notes:
         warn_user(f"compressed-tensors: {'; '.join(notes)}")
