@@ -195,6 +195,6 @@ def test_a_class_of_the_same_name_without_a_quantized_form_is_refused_before_any
     save(prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "INT8_WEIGHT_ONLY"), tmp_path)
     other = type("Linear", (nn.Linear,), {"forward": lambda self, x: x})
     model = nn.Sequential(nn.Linear(4, 4), other(4, 4))
-    with pytest.raises(CheckpointError, match=r"layer 1 is a .*Linear, which has no quantized form; import what"):
+    with pytest.raises(CheckpointError, match=r"layer 1 is a .*Linear, which has no quantized form; import the"):
         load(model, tmp_path)
     assert type(model[0]) is nn.Linear

@@ -75,7 +75,7 @@ WEIGHT = (*HEAD, "quantizers", "_weight_quantizer")
         (_set("shared", {"head.weight": "stem.weight"}),
          r"is damaged: it lists head\.weight as shared with stem\.weight, and also stores it as a separate tensor"),
         (_set("shared", {"tied": "nothing"}),
-         "is damaged: tied should share the tensor nothing, which the checkpoint lacks; save it again"),
+         "is damaged: tied should share the tensor nothing, which the checkpoint lacks; save the model"),
         (_set("shared", {"tied": 1}), r"shared\.tied is 1, not a text"),
         (_set("tensors", "bytes", -1), r"tensors\.bytes is -1"),
         (_set("tensors", "sha256", "0" * 63), "not 64 hexadecimal digits"),

@@ -95,10 +95,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no JSON": (lambda folder: (folder / "plan.json").write_bytes(b"{"), "its decode raised JSONDecodeError"),
     "no scale": (_changed("w", scale=None), "codes of w have no scale"),
     "a file less": (lambda folder: (folder / "all.pt").unlink(), "all.pt"),
-    "no layers": (_without("layers"), "it lacks the quantizer layer._weight_quantizer"),
-    "no sites": (_without("sites"), r"it lacks the quantizer .*_sites.linear_0.weight"),
+    "no layers": (_without("layers"), "the quantizer layer._weight_quantizer, which the checkpoint lacks"),
+    "no sites": (_without("sites"), r"names the quantizer .*_sites.linear_0.weight"),
     "another format": (_changed("w", spec="int3 per_nothing"), "its decode raised SpecError"),
-    "another quantizer": (_changed("w", quantizers=("nope",)), "it lacks the quantizer nope that w names"),
+    "another quantizer": (
+        _changed("w", quantizers=("nope",)),
+        "w names the quantizer nope, which",
+    ),
     "another shape": (_changed("w", codes=torch.zeros(8, 4, dtype=torch.int8)), "codes of w"),
     "codes out of range": (_changed("w", codes=torch.full((8, 8), 3.0)), "codes of w"),
 }

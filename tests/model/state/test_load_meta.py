@@ -164,7 +164,7 @@ def test_tensors_that_no_file_holds_are_named_before_anything_changes(tmp_path: 
         fq.load(wide, tmp_path)
     model.angles = torch.arange(4.0)
     assert not any(one.is_meta for one in fq.load(model, tmp_path).parameters())
-    with torch.device("meta"), pytest.raises(CheckpointError, match="load is called under the meta device"):
+    with torch.device("meta"), pytest.raises(CheckpointError, match="load is called in a context of the meta device"):
         fq.load(nn.Sequential(nn.Linear(4, 4)), tmp_path)
 
 

@@ -162,10 +162,10 @@ def entry(**values):
         (entry(shape=[32, 128]), "has shape"),
         (entry(shape="64"), "shape is '64', not a list"),
         (entry(shape=[-1]), r"shape\[0\] is -1, not a number of at least 0"),
-        (entry(dtype="float31"), "has dtype 'float31', not one of a weight"),
+        (entry(dtype="float31"), "has the dtype 'float31', which no weight can have"),
         (entry(quantizer="0._input_quantizer"), "has codes, but 0._input_quantizer has no static range"),
         (entry(quantizer="nothing"), "has codes, but nothing has no static range"),
-        (entry(packed_scale=True), "have scales of torch.float32, which int4 .* does not store"),
+        (entry(packed_scale=True), "have scales of torch.float32, which do not fit int4"),
         (entry(packed_scale=1), "packed_scale is 1, not true or false"),
         (lambda m: m.update(packed=[]), r"packed is \[\], not an object"),
         (lambda m: m.update(packed={}), r"on the weight of shape \[2048\] needs"),
@@ -197,7 +197,7 @@ def test_tensors_with_odd_codes_are_refused(change, message, tmp_path):
 def test_codes_that_a_format_lacks_are_refused(tmp_path):
     fq.save(prepared(fq.Config("narrow", (fq.Rule("*", weight="int4_narrow per_channel(0)"),))), tmp_path, packed=True)
     change_tensors(tmp_path, lambda t: t["0.weight"].fill_(255))
-    assert_refused(tmp_path, "hold 15, but int4_narrow has 15 codes")
+    assert_refused(tmp_path, "hold the number 15, but int4_narrow has 15 codes")
 
 
 def assert_refused(folder, message):

@@ -248,7 +248,7 @@ def test_codes_that_do_not_fit_are_refused_before_the_model_changes(change: Any,
         ({"layers": {"9": {"type": "Linear", "quantizers": {}}}}, "layers that the model lacks: 9"),
         ({"layers": {"0": {"type": "Conv2d", "quantizers": {}}}}, "layer 0 is a Conv2d, the model's is a Linear"),
         ({"layers": {"0": {"kind": "Linear", "quantizers": {}}}}, r"the plan cannot be used: layers\.0 lacks type"),
-        ({"layer": {}}, "the plan cannot be used: it has 'layer', which no Plan has"),
+        ({"layer": {}}, "the plan cannot be used: it has the unknown key 'layer'"),
         ({"shared": {"0.bias": "0.weight"}}, r"it lists 0\.bias as shared with 0\.weight, and also stores it"),
     ],
 )

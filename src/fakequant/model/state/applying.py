@@ -64,9 +64,9 @@ def apply(model: Model, state: QuantizedState) -> Model:
     in all.
 
     Raises:
-        CheckpointError: the state has another architecture, or scales, zero points or codes that no quantizer accepts;
-            blocks are split between processes; the model is prepared; or the state lacks a tensor that is on the meta
-            device.
+        CheckpointError: the state has another architecture, or scales, zero points or codes that a quantizer refuses;
+            blocks are split between processes; the model is prepared; or the state lacks a tensor that the model has on
+            the meta device.
         Exception: a module's own `_load_from_state_dict` failed. After every error the model is unchanged.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "int8_weight_only")
@@ -80,11 +80,11 @@ def apply(model: Model, state: QuantizedState) -> Model:
 
 @accepts_wrapped_model
 def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]]) -> Model:
-    """`apply` with a function that reads the state, so that a reading error of one process is raised in all.
+    """Call `apply` with the state that `read` returns; an error of `read` in one process is raised in all processes.
 
     Args:
-        read: returns the state, and a digest of its values or "". Its argument is True in the first process, which may
-            check more.
+        read: returns the state, and a digest of its values or "". Its argument is True in the first process, where
+            `read` may check more.
 
     Raises:
         CheckpointError: the processes read different checkpoints; or for the reasons of `apply`.
@@ -94,7 +94,7 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
         with Ranks(processes_of(model, None) if first_sharded(model) else None, CheckpointError) as processes:
             if quantizers(model):
                 raise CheckpointError(
-                    "load expects a fresh float model, but this one is already prepared; build it anew"
+                    "load expects a fresh float model, but this model is already prepared; build a new float model"
                 )
             refuse_offloaded(model, "load the checkpoint into")
             state, content = read(processes.group is None or processes.group.rank() == 0)
@@ -105,8 +105,8 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
             if learns and parallel_group(model) is None and (name := first_sharded(model)):
                 raise CheckpointError(
                     f"the checkpoint has learned scales, which fully_shard must know as parameters, but the model is "
-                    f"sharded, the first weight is {name}; load before fully_shard, or fix the scales before save by "
-                    "fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED)"
+                    f"already sharded (the first weight is {name}); load before fully_shard, or fix the scales before "
+                    "save by fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED)"
                 )
             tensors = _tensors(model, state, places)
             _check_dtypes(model, tensors)
@@ -142,8 +142,9 @@ def apply_from(model: Model, read: Callable[[bool], tuple[QuantizedState, str]])
                         again: Any = as_integers(quantize(tensor, spec, scale=scale, zero_point=zero_point)[0])
                     if not torch.equal(again.to_local(), cast("Any", codes).to_local()):  # the part of this process
                         raise CheckpointError(
-                            f"quantizing the weight of {path} gives other codes than the checkpoint, and a layer that "
-                            "parallelize_module splits quantizes its weight anew; leave it out of parallelize_plan"
+                            f"the weight of {path}, quantized again, has other codes than the checkpoint, and a layer "
+                            "that parallelize_module splits quantizes its weight again; leave this layer out of "
+                            "parallelize_plan"
                         )
                 elif not weight.has_fixed_codes:
                     raise CheckpointError(
@@ -182,18 +183,18 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
         if quantized is None:
             raise CheckpointError(
                 f"the model's layer {name} is a {cls.__module__}.{cls.__name__}, which has no quantized form; import "
-                "what registers it (fakequant.nn.quantizes) before load"
+                "the module that registers this form (fakequant.nn.quantizes) before load"
             )
         if entry.quantizers and bypasses_class(layer):
             raise CheckpointError(
-                f"the forward of the model's layer {name} was replaced, such as by a hook, which would bypass "
-                "the quantizers; remove the hook before load"
+                f"the forward of the model's layer {name} was replaced, for example by a hook, so that calls would "
+                "bypass the quantizers; remove the hook before load"
             )
         names = quantized.operands(layer)
         if unknown := sorted(set(entry.quantizers) - set(names)):
             raise CheckpointError(
                 f"the checkpoint's layer {name} has quantizers {', '.join(unknown)}, but a {cls.__name__} has "
-                f"{', '.join(names)}; it is damaged, or of a later version of fakequant"
+                f"{', '.join(names)}; the checkpoint is damaged, or of a later version of fakequant"
             )
         try:
             quantized.check(layer)
@@ -226,7 +227,7 @@ def restore_plan(model: nn.Module, plan: Plan) -> None:
 
 
 def finish_loading(model: nn.Module, plan: Plan) -> None:
-    """Finish a model of `restore_plan` after another loader has set its tensors: check ranges, and share learned ones.
+    """Finish a model of `restore_plan` after another loader set its tensors: check ranges, and share learned ranges.
 
     Raises:
         CheckpointError: a quantizer does not accept its scales or zero points.
@@ -252,12 +253,12 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
         if source not in tensors and source not in coded:
             raise CheckpointError(
                 f"the checkpoint is damaged: {name} should share the tensor {source}, which the checkpoint lacks; "
-                "save it again"
+                "save the model again"
             )
         if name in tensors:
             raise CheckpointError(
                 f"the checkpoint is damaged: it lists {name} as shared with {source}, and also stores it as a "
-                "separate tensor; save it again"
+                "separate tensor; save the model again"
             )
     readers: dict[str, list[str]] = {}
     for path, name in weight_places(modules, state).items():
@@ -266,7 +267,8 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
     for name, weight in coded.items():
         if unknown := set(weight.quantizers) - set(entries):
             raise CheckpointError(
-                f"the checkpoint is damaged: it lacks the quantizer {min(unknown)} that {name} names; save it again"
+                f"the checkpoint is damaged: {name} names the quantizer {min(unknown)}, which the checkpoint lacks; "
+                "save the model again"
             )
         held = {path: entries[path] for path in readers.get(name, [])}
         own = [path for path, entry in held.items() if entry.is_static and entry.tensor.spec == weight.spec]
@@ -292,13 +294,13 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
     for name, (own, scale) in scales.items():
         if not any(is_same(scale, tensors[f"{path}.scale"].make()) for path in own):
             raise CheckpointError(
-                f"the checkpoint is damaged: {own[0]} has other scales than the codes of {name}; save it again"
+                f"the checkpoint is damaged: {own[0]} has other scales than the codes of {name}; save the model again"
             )
     return found
 
 
 class _Codes:
-    """Stores the codes of the last weight, so that reading its values and its integers reads the source once."""
+    """The weights of a state, with the codes of the last weight kept: its values and its integers need one reading."""
 
     def __init__(self, weights: Mapping[str, WeightCodes]) -> None:
         self._weights, self._last = weights, ("", cast("WeightCodes", None))

@@ -90,12 +90,12 @@ class PackedEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Plan):
-    """The content of `fakequant.json`: a plan, and the file and the form of its tensors.
+    """The content of `fakequant.json`: a plan, the file of the tensors, and the weights that are stored as codes.
 
     Attributes:
         tensors: the file of the tensors.
-        previous: the tensor file of the replaced manifest; it stays until the next save.
-        packed: the weights that are stored as codes, by name.
+        previous: the tensor file that the manifest before named; this file stays until the next save.
+        packed: for the name of each weight that is stored as codes, its entry.
     """
 
     tensors: TensorEntry
@@ -120,7 +120,7 @@ def tensor_file_name(sha256: str) -> str:
 
 
 def named_files(folder: Path) -> list[str]:
-    """The tensor files that the manifest in a folder names, the current file first; [] if it cannot be read."""
+    """The tensor files that a folder's manifest names, the current file first; [] if the manifest cannot be read."""
     try:
         values = json.loads(read_whole(folder / MANIFEST))
         names = [values["tensors"]["file"], values.get("previous")]
@@ -161,7 +161,7 @@ def _digest(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, checked.
+    """Read and check the manifest of a checkpoint.
 
     Raises:
         CheckpointError: the file is missing, damaged, or of another version.
@@ -209,10 +209,10 @@ class Encoded(NamedTuple):
 
 
 def encode(state: QuantizedState, *, packed: bool) -> Encoded:
-    """The tensors that are written for a state.
+    """The tensors of the file that `save` writes for a state, and the manifest's entries for weights stored as codes.
 
     Args:
-        packed: whether to write weights as codes; one warning names the weights without codes, which stay in float.
+        packed: whether to write weights as codes; a warning names the weights without codes, which stay in float.
     """
     weights = dict.fromkeys(state.weights) if packed else {}
     tensors: dict[str, Tensor | LazyTensor] = {
@@ -254,7 +254,7 @@ def _rules(spec: QuantSpec) -> dict[str, ScaleSpec]:
 
 
 def _bytes_of(rule: ScaleSpec, values: Tensor) -> Tensor:
-    """Scales as bytes: codes in their storage dtype, or codes packed to bits and then the second-level scales."""
+    """The codes of scales as bytes; codes under second-level scales are packed to bits, and these scales follow."""
     codes, shared = rule.split(values.cpu())
     if rule.format is None or shared is None:
         return codes.contiguous().view(torch.uint8)
@@ -266,7 +266,7 @@ def _of_bytes(rule: ScaleSpec, stored: Tensor | None, groups: tuple[int, ...], s
     """The scales or offsets that `_bytes_of` stored, float32 in the shape `groups`."""
     if stored is None or stored.dtype is not torch.uint8 or not stored.dim() or not str(rule):
         kind = "no scales" if stored is None else f"scales of {stored.dtype}"
-        raise _BadCodes(f"have {kind}, which {spec} does not store")
+        raise _BadCodes(f"have {kind}, which do not fit {spec}")
     fmt, granularity = rule.format, rule.granularity
     if fmt is None or granularity is None:
         return rule.join(StoredScales(_viewed(stored, torch.float32 if fmt is None else fmt.storage)))
@@ -274,25 +274,25 @@ def _of_bytes(rule: ScaleSpec, stored: Tensor | None, groups: tuple[int, ...], s
     codes, of_groups = _from_bytes(stored[:size], fmt, list(groups)), granularity.group_shape(groups)
     shared = _viewed(stored[size:].clone(), torch.float32 if rule.shared is None else rule.shared.storage)
     if shared.numel() != prod(of_groups):
-        raise _BadCodes(f"have {shared.numel()} scales of scales, but {rule} has {prod(of_groups)}")
+        raise _BadCodes(f"have {shared.numel()} second-level scales, but {rule} needs {prod(of_groups)}")
     last = shared if rule.shared is None else rule.shared.from_storage(shared, torch.float32)
     return rule.join(StoredScales(codes, last.reshape(of_groups)))
 
 
 def _viewed(stored: Tensor, kind: torch.dtype) -> Tensor:
     if stored.shape[-1] % kind.itemsize:
-        raise _BadCodes(f"have {stored.shape[-1]} bytes of scales, which are not numbers of {kind}")
+        raise _BadCodes(f"have {stored.shape[-1]} bytes of scales, which is no whole number of {kind} values")
     return stored.view(kind)
 
 
 def decode(manifest: Manifest, tensors: LazyTensors, source: str) -> QuantizedState:
-    """The state of a checkpoint, whose tensors are read at each access.
+    """The state of a checkpoint; its tensors are read at each access.
 
     Args:
         source: the path of the manifest, for messages.
 
     Raises:
-        CheckpointError: the entry of a weight fits neither its tensor nor a static quantizer of the checkpoint.
+        CheckpointError: the entry of a weight does not fit the weight's tensor, or names no static quantizer.
     """
     found: dict[str, Tensor | LazyTensor] = {key: tensors.lazy[key] for key in tensors if key not in manifest.packed}
     entries: dict[str, tuple[PackedEntry, QuantSpec]] = {}
@@ -306,7 +306,7 @@ def decode(manifest: Manifest, tensors: LazyTensors, source: str) -> QuantizedSt
         if scale is None:
             raise CheckpointError(f"{damage} codes, but {entry.quantizer} has no scale")
         if entry.dtype not in _DTYPES:
-            raise CheckpointError(f"{damage} dtype {entry.dtype!r:.80}, not one of a weight")
+            raise CheckpointError(f"{damage} the dtype {entry.dtype!r:.80}, which no weight can have")
         try:
             _check_bytes(tensors.lazy.get(name), spec.format, entry.shape)
             if entry.packed_scale and isinstance(scale, LazyTensor):  # else of a weight before
@@ -324,7 +324,7 @@ class PackedWeights(Mapping[str, WeightCodes]):
     """The weights that a file holds as codes; each weight is read anew at each access.
 
     Args:
-        entries: by weight, its entry in the manifest and its specification.
+        entries: for the name of each weight, its entry in the manifest and its specification.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ def _check_bytes(stored: Tensor | LazyTensor | None, format: Format, shape: Sequ
 
 
 def _from_bytes(stored: Tensor, format: Format, shape: Sequence[int]) -> Tensor:
-    """The codes that `_to_bytes` packed, in the storage dtype of their format and with a shape."""
+    """Unpack the codes that `_to_bytes` packed: to a tensor of `shape` in the storage dtype of `format`."""
     _check_bytes(stored, format, shape)
     elements, bits = prod(shape), format.bits
     patterns = np.empty(elements, np.int32)
@@ -393,7 +393,7 @@ def _from_bytes(stored: Tensor, format: Format, shape: Sequence[int]) -> Tensor:
         part = np.unpackbits(raw[start : start + step], bitorder="little", count=len(here) * bits)
         here[:] = (part.reshape(-1, bits).astype(np.int32) << places).sum(1)
     if elements and int(patterns.max()) >= count_of(format):
-        raise _BadCodes(f"hold {int(patterns.max())}, but {format} has {count_of(format)} codes")
+        raise _BadCodes(f"hold the number {int(patterns.max())}, but {format} has {count_of(format)} codes, from 0 on")
     codes = torch.from_numpy(patterns + lowest_of(format)).to(integers_of(format))
     return of_integers(codes, format).reshape(shape)
 
@@ -407,7 +407,7 @@ FORMAT = "fakequant"
 def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = False, format: str = FORMAT) -> Path:
     """Write a prepared model to a folder, so that `load` restores it into a fresh float model.
 
-    The folder gets `fakequant.json` (which layers are quantized, how) and one `.safetensors` file (parameters and
+    The folder gets `fakequant.json` (which layers are quantized, and how) and a `.safetensors` file (parameters and
     buffers) named by its content. The JSON is replaced last and in one step: an interrupted run leaves either the old
     model or the new model. The tensors of the old model stay until the next save, for processes that read them now;
     other files in the folder are not changed. Several processes may save to one folder at once (the last model stays),
@@ -420,8 +420,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
         directory: the folder.
         packed: whether to store quantized weights as codes, such as two 4-bit codes in a byte, in the sizes that
             `summary` gives. `load` sets the weights to the values of the codes, so that the model computes the same
-            bits; the float weights are lost, and with them a good start for more training. Weights without scales get
-            the scales of their next call, but only in the file. One warning names the weights that stay in float.
+            bits; the float weights are lost, and with them a good start for more training. A weight without scales is
+            stored with those that its next call would compute. A warning names the weights that stay in float.
         format: the format of the files: "fakequant", or a format of `register_codec`.
 
     Raises:
@@ -498,7 +498,7 @@ def _write(folder: Path, state: QuantizedState, encoded: Encoded, processes: Ran
 def load(model: Model, directory: str | os.PathLike[str], *, format: str = FORMAT) -> Model:
     """Restore a saved model into a fresh float model of the same architecture, in place; the model is returned.
 
-    A model on the meta device gets memory tensor by tensor, and needs no second copy; see `apply` for others. If
+    A model on the meta device gets memory tensor by tensor, and needs no second copy; for other models see `apply`. If
     `fully_shard` or `parallelize_module` splits the model, each process reads its part of the weights, and the first
     process also reads the whole file, to compare its SHA-256.
 
@@ -529,7 +529,7 @@ def load(model: Model, directory: str | os.PathLike[str], *, format: str = FORMA
 
 
 def read(folder: Path, *, checked: bool = True) -> tuple[QuantizedState, str]:
-    """The state that `save` wrote, whose tensors are read at each access, and the recorded SHA-256.
+    """The state that `save` wrote, which reads its tensors at each access, and the recorded SHA-256.
 
     Args:
         folder: the folder of the checkpoint.

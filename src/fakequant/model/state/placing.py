@@ -1,4 +1,4 @@
-"""The places of a state's tensors in a model: a tensor is read when it is copied there, only this process's part."""
+"""Put the tensors of a state into a model: each tensor is read when it is copied, and only this process's part."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Places:
     """The devices and shards of a float model for the tensors of a state.
 
     Args:
-        weights: the paths of the weights, by the path of the quantizer.
+        weights: for the path of each weight's quantizer, the path of the weight.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, str]) -> None:
@@ -198,7 +198,9 @@ def check_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """
     empty = [(join(path, key), tensor) for path, _, key, tensor in _empty(model)]
     if any(_home(tensor).type == "meta" for _, tensor in empty):
-        raise CheckpointError("load is called under the meta device, where tensors hold no values; call it outside")
+        raise CheckpointError(
+            "load is called in a context of the meta device, where tensors hold no values; call load outside of it"
+        )
     given = [_extent(tensor) for name, tensor in empty if name in tensors]
     others = ((name, _extent(tensor)) for name, tensor in empty if name not in tensors)
     left = [
@@ -327,7 +329,7 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def weight_places(modules: Mapping[str, nn.Module], plan: Plan) -> dict[str, str]:
-    """The path of each weight that a plan quantizes, by the path of its quantizer."""
+    """For the path of each weight's quantizer in a plan: the path of the weight."""
     found: dict[str, str] = {}
     for path, layer in plan.layers.items():
         module = modules[path]

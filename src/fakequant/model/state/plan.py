@@ -35,11 +35,11 @@ ALWAYS = {"always": True}
 
 
 class UnexpectedValue(ValueError):
-    """A value in a file that has another type or range than its place requires."""
+    """The error for a value in a file that has not the type or range that its key requires."""
 
 
 def keys_of(values: Any, place: str, *keys: str) -> list[Any]:
-    """The values of an object's keys, in the order of `keys`."""
+    """The values that the JSON object `values` has for `keys`, in the order of `keys`."""
     if not isinstance(values, dict):
         raise UnexpectedValue(f"{place or 'it'} is {values!r:.80}, not an object")
     if missing := [key for key in keys if key not in values]:
@@ -90,7 +90,7 @@ def value_of(value: Any, place: str, kind: Any) -> Any:
         hints = _hints(kind)
         keys_of(value, place, *[f.name for f in fields(kind) if _default_of(f) is MISSING])
         if unknown := sorted(set(value) - set(hints)):
-            raise UnexpectedValue(f"{place or 'it'} has {unknown[0]!r:.80}, which no {kind.__name__} has")
+            raise UnexpectedValue(f"{place or 'it'} has the unknown key {unknown[0]!r:.80}")
         held = {name: value_of(item, f"{place}.{name}".lstrip("."), hints[name]) for name, item in value.items()}
         return kind(**held)
     if origin is UnionType:
@@ -244,8 +244,8 @@ class SiteQuantizerEntry(QuantizerEntry):
 
 @dataclass(frozen=True)
 class SiteEntry:
-    """A function's call: the float tensors that it takes, the module's parameters among them, the quantizers by tensor,
-    and how gradients are quantized (None: not at all)."""
+    """A function's call: its operands, the paths of those that are parameters, the quantizers of operands, and how
+    gradients are quantized (None: not at all)."""
 
     operands: list[str]
     weights: dict[str, str] = field(default_factory=dict, metadata=ALWAYS, kw_only=True)
@@ -265,7 +265,7 @@ class OwnerEntry:
 
 @dataclass(frozen=True)
 class SitesEntry:
-    """The modules, by path, whose functions have quantizers (`owners`), and the modules that they call (`shielded`)."""
+    """The modules that call functions with quantizers (`owners`, by path), and modules that these call (`shielded`)."""
 
     owners: dict[str, OwnerEntry] = field(default_factory=dict, metadata=ALWAYS)
     shielded: list[str] = field(default_factory=list, metadata=ALWAYS)
@@ -286,7 +286,7 @@ class Plan:
         return {one.name: getattr(self, one.name) for one in fields(Plan)}
 
     def quantizers(self) -> Iterator[tuple[str, str, QuantizerEntry]]:
-        """For each quantizer of layers and functions, its path, its place in the plan, and its entry."""
+        """For each quantizer of layers and functions: its path, the place of its entry in the JSON, and its entry."""
         for path, layer in self.layers.items():
             for name, held in layer.quantizers.items():
                 yield (f"{path}.{name}" if path else name), f"layers.{path}.quantizers.{name}", held
@@ -298,7 +298,7 @@ class Plan:
 
 
 def read_plan(values: Any, kind: type[P], source: object) -> P:
-    """A plan from JSON, every value of which is checked.
+    """Make a plan of the class `kind` from `values` of JSON, and check every value.
 
     Raises:
         CheckpointError: a value is damaged or unknown; the source is named.
@@ -341,12 +341,13 @@ def layer_entry(layer: QuantizedLayer) -> LayerEntry:
     """The entry of a layer in a plan.
 
     Raises:
-        ConfigError: the layer folds a batch normalisation, which it can only do in training.
+        ConfigError: the layer folds a batch normalisation while the model trains, which an entry cannot say.
     """
     if isinstance(layer, FoldedLayer):
         raise ConfigError(
-            "batch normalisations are folded while the model trains (fakequant.qat.fold_batch_norm); call "
-            "fakequant.qat.merge_batch_norm(model) first, or keep model.state_dict() to go on training"
+            "the model has batch normalisations that are folded while it trains (fakequant.qat.fold_batch_norm), which "
+            "a snapshot cannot hold; call fakequant.qat.merge_batch_norm(model) first, or keep model.state_dict() to "
+            "go on training"
         )
     held = {attribute: getattr(layer, attribute) for attribute in layer.operands(layer)}
     transform = layer.input_transform
@@ -396,8 +397,8 @@ def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
             )
         if bypasses_class(modules[path]):
             raise CheckpointError(
-                f"the forward of the model's module {shown} was replaced, such as by a hook, which would bypass "
-                "the quantizers of its functions; remove the hook before load"
+                f"the forward of the model's module {shown} was replaced, for example by a hook, so that calls would "
+                "bypass the quantizers of its functions; remove the hook before load"
             )
         steps = (*owner.steps, *functions_of(owner.training_keys or ()))
         unknown = sorted({*steps} - {*SITE_FUNCTIONS}) or sorted({*owner.sites} - {*site_keys(tuple(owner.steps))})

@@ -45,7 +45,7 @@ class LazyTensor:
         shape: the shape of the tensor.
         dtype: the dtype of the tensor.
         make: returns the tensor.
-        make_part: returns the part in a slice for each axis; None if only the whole tensor can be made.
+        make_part: called with a slice for each axis, it returns this part; None if only the whole tensor can be made.
 
     >>> LazyTensor((2,), torch.float32, lambda: torch.ones(2)).part((slice(0, 1),))
     tensor([1.])
@@ -58,11 +58,11 @@ class LazyTensor:
 
     @classmethod
     def of(cls, tensor: Tensor, make: Callable[[], Tensor] | None = None) -> LazyTensor:
-        """A lazy tensor with the shape and dtype of a tensor; without `make` it returns the tensor."""
+        """A lazy tensor with the shape and dtype of a tensor; its values come from `make`, or else from the tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, make or (lambda: tensor))
 
     def part(self, region: Region) -> Tensor:
-        """The part of the tensor in a region."""
+        """The part of the tensor in `region`, a slice for each axis."""
         return self.make()[region] if self.make_part is None else self.make_part(region)
 
     def __repr__(self) -> str:
@@ -70,7 +70,7 @@ class LazyTensor:
 
 
 class Made(Mapping[str, T]):
-    """Values that functions make anew at each access."""
+    """A mapping whose values are made anew at each access, by functions."""
 
     def __init__(self, makers: Mapping[str, Callable[[], T]]) -> None:
         self._makers = makers
@@ -89,7 +89,7 @@ class Made(Mapping[str, T]):
 
 
 class LazyTensors(Made[Tensor]):
-    """Tensors by name, some of which are made anew at each access."""
+    """A mapping from names to tensors; lazy tensors are made anew at each access."""
 
     def __init__(self, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
         self.lazy = {name: LazyTensor.of(one) if isinstance(one, Tensor) else one for name, one in tensors.items()}
@@ -107,8 +107,9 @@ def lazy(tensors: Mapping[str, Tensor], name: str) -> LazyTensor:
 class QuantizedState(Plan):
     """A quantized model as data, from `snapshot` or a file; `fakequant.apply` puts it into a float model.
 
-    The values of a weight are in `tensors`. A weight that is only in `weights` has the values of its codes, and the
-    quantizers that read it have the scales of the codes. A snapshot has each weight in both, a file in one.
+    A quantized weight has its values in `tensors`, its codes in `weights`, or both. If it is only in `weights`, its
+    values are those of the codes, and the quantizers that read it have the scales of the codes. A snapshot has it in
+    both, a file in one of the two.
 
     Attributes:
         tensors: parameters and buffers by their name in the state dict, without tied names.
@@ -116,7 +117,7 @@ class QuantizedState(Plan):
             anew at each access: use it before you read the next weight, and before the model changes.
         layers: for the path of each layer, its quantizers.
         sites: the quantizers of functions that a `forward` calls.
-        shared: for a further name of a tied tensor, its name in `tensors` or `weights`.
+        shared: for each further name of a tied tensor, its name in `tensors` or `weights`.
         versions: the versions (`_version`) of modules, by path, if they are not 1; None if they are not known.
         stale: the paths of quantizers of weights whose scales were made for other weights.
 
@@ -136,12 +137,12 @@ class QuantizedState(Plan):
 
     @property
     def plan(self) -> dict[str, Any]:
-        """All data except the tensors as values for JSON, which `from_plan` reads."""
+        """All data except the tensors, as values of JSON that `from_plan` reads."""
         return plain_of(self.fields())
 
     @property
     def in_float(self) -> Mapping[str, str]:
-        """The reason for each quantized weight of a model that has no codes, by the name of the weight."""
+        """For the name of each quantized weight that has no codes: the reason."""
         return self.weights.in_float if isinstance(self.weights, QuantizedWeights) else {}
 
     @property
@@ -160,11 +161,11 @@ class QuantizedState(Plan):
         weights: Mapping[str, WeightCodes] | None = None,
         source: str = "the plan",
     ) -> QuantizedState:
-        """The state with a plan that was read from a file.
+        """A state with a plan that was read from a file, with tensors and with weights as codes.
 
         Args:
-            plan: the plan in the form of `plan`; keys may be omitted.
-            source: the name of the file for messages.
+            plan: the plan in the form of the property `plan`; keys may be omitted.
+            source: the name of the plan's file, for messages.
 
         Raises:
             CheckpointError: a value of the plan has an unexpected type or range.
@@ -222,8 +223,8 @@ class LiveTensors(LazyTensors):
     """The state dict of a model, where a tied tensor has one name; offloaded and sharded tensors are fetched at access.
 
     Args:
-        shared: the tied names.
-        weights: the model's quantized weights by the path of the quantizer.
+        shared: for each further name of a tied tensor, its first name.
+        weights: for the path of each weight's quantizer, the quantized weight.
     """
 
     def __init__(self, model: nn.Module, shared: Mapping[str, str], weights: Mapping[str, Product]) -> None:
@@ -262,7 +263,7 @@ class LiveTensors(LazyTensors):
 
 
 def versions_of(model: nn.Module) -> dict[str, int]:
-    """The versions of the states of modules, by path, if they are not torch's default of 1."""
+    """For the path of each module whose state has another version than torch's default of 1: this version."""
     found = {name: module._version for name, module in model.named_modules(remove_duplicate=False)}
     return {name: version for name, version in found.items() if isinstance(version, int) and version != 1}
 
@@ -312,7 +313,7 @@ def file_content(
         metadata: texts for the header of the file.
 
     Raises:
-        CheckpointError: a lazy tensor makes another shape or dtype than it states.
+        CheckpointError: a lazy tensor states another shape or dtype than the tensor that it makes.
 
     >>> data = b"".join(file_content({"x": LazyTensor((2,), torch.uint8, lambda: torch.ones(2, dtype=torch.uint8))}))
     >>> len(data), data[-2:]
@@ -349,8 +350,8 @@ def _bytes_of(name: str, stated: Tensor | LazyTensor) -> memoryview:
     tensor = stated.make() if isinstance(stated, LazyTensor) else stated
     if tensor.shape != tuple(stated.shape) or tensor.dtype is not stated.dtype:
         raise CheckpointError(
-            f"{name} is a tensor of {tensor.dtype} and shape {list(tensor.shape)}, but {stated.dtype} and shape "
-            f"{list(stated.shape)} were stated"
+            f"{name} is a tensor of {tensor.dtype} and shape {list(tensor.shape)}, but its LazyTensor states "
+            f"{stated.dtype} and shape {list(stated.shape)}"
         )
     whole = tensor.detach().cpu().contiguous().reshape(-1)
     return (torch.view_as_real(whole) if whole.is_complex() else whole).view(torch.uint8).numpy().data
@@ -460,7 +461,7 @@ def register_codec(
         name: the name of the format.
         encode: returns the files of a state, by name, in the order in which they appear; a `LazyTensor` is made while
             it is written. It raises CheckpointError, before the work, if the format cannot hold the state.
-        decode: returns the state in files, which are read at their access. `apply` checks the state.
+        decode: returns the state that the files hold; a file is read when it is accessed. `apply` checks the state.
 
     Raises:
         CheckpointError: the name is "fakequant", the format of this package.
@@ -480,7 +481,7 @@ def register_codec(
     True
     """
     if name == "fakequant":
-        raise CheckpointError('"fakequant" is the format of this package; give yours another name')
+        raise CheckpointError('"fakequant" is the format of this package; register yours under another name')
     _codecs[name] = Codec(encode, decode)
 
 
@@ -493,7 +494,8 @@ def codec(name: str) -> Codec:
     if name not in _codecs:
         known = ", ".join(sorted({"fakequant", *_codecs}))
         raise CheckpointError(
-            f"unknown format {name!r:.80}, not one of {known}; import what registers it (fakequant.register_codec)"
+            f"unknown format {name!r:.80}, not one of {known}; import the module that registers it "
+            "(fakequant.register_codec)"
         )
     return _codecs[name]
 

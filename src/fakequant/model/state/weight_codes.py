@@ -80,7 +80,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
     access checks every weight, one after the other: its codes must give the same bits.
 
     Args:
-        shared: the first name of a tied tensor, by its other names.
+        shared: for each further name of a tied tensor, its first name.
         weights: the result of `quantized_weights`.
 
     Attributes:
@@ -122,7 +122,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
 
     @cached_property
     def in_float(self) -> dict[str, str]:
-        """The reason for each weight that has a quantizer but no codes, by the name of the weight."""
+        """For the name of each weight that has a quantizer but no codes: the reason."""
         found = {name: self._left.get(name) or _reason(held) for name, held in self._held.items()}
         return {name: reason for name, reason in {**found, **self._left}.items() if reason}
 
@@ -176,7 +176,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
 
 
 def uncoded(weights: Mapping[str, WeightCodes], name: str) -> WeightCodes:
-    """A weight without its codes (a meta tensor) if the mapping offers that by a method `uncoded`; else with codes."""
+    """A weight, with a meta tensor in place of its codes if the mapping has a method `uncoded`, else with its codes."""
     made = getattr(weights, "uncoded", None)
     return weights[name] if made is None else made(name)
 
