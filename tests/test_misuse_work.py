@@ -150,7 +150,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "train for less than nothing": (lambda _: fq.qat.Schedule(0.1, -1), r"original_epochs=-1\): must be positive"),
     "scales by a name": (
         lambda _: fq.qat.set_scales(ready(), TEXT),
-        r"takes a policy, such as Scales\.LEARNED, got 'm",
+        r"takes a member of Scales, such as Scales\.LEARNED, got 'm",
     ),
     "scales of a path": (lambda _: fq.qat.set_scales(TEXT, LEARNED), r"set_scales takes a model, got 'model\.pt'; wri"),
     "scales by no method": (lambda _: fq.qat.set_scales(ready(), LEARNED, "lqs"), r"unknown method 'lqs'.*mean lsq\?"),

@@ -111,7 +111,7 @@ def test_a_loop_that_leaves_the_teacher_out_is_told():
     model = training.prepare(network())
     training.at(0.0)
     model(X).sum().backward()
-    with pytest.raises(ConfigError, match=r"no loss holds the distance from the teacher; write loss = training\.loss"):
+    with pytest.raises(ConfigError, match=r"lacks the distance from the teacher; write loss = training\.loss"):
         training.at(0.5)
     with pytest.raises(ConfigError, match="without a call of the prepared model in training mode"):
         training.loss(model.eval()(X).sum())

@@ -98,7 +98,7 @@ def test_a_weight_that_an_unknown_hook_computes_needs_a_batch():
     model[0].raw = raw
     model[0].weight = raw.detach()
     model[0].register_forward_pre_hook(lambda layer, _: setattr(layer, "weight", 3 * layer.raw))
-    with pytest.raises(CalibrationError, match=r"weight of 0 is computed when the layer is called, .* give batches"):
+    with pytest.raises(CalibrationError, match=r"weight of 0 is computed when the layer is called, .* pass batches"):
         fq.calibrate(model)
     fq.calibrate(model, [X])
     quantizer = model[0]._weight_quantizer

@@ -47,8 +47,7 @@ class Operation:
         is_product: whether quantized hardware would compute it (convolutions, matrix products, attention, recurrence).
         float_inputs: the number of its float tensor inputs that are not quantized.
         inputs: the number of its float tensor inputs.
-        multiplications: the multiply-accumulates of a product; 0 if its sizes depend on data, and for tables, which
-            are only read.
+        multiplications: the multiply-accumulates of a product; 0 if its sizes depend on data, and for reads of a table.
     """
 
     module: str
@@ -111,7 +110,7 @@ def left_in_float(
 ) -> Left | None:
     """The modules and products of a prepared model that could be quantized but are not; None if there are none.
 
-    Layers with a quantized form that no rule matches also count as left in float on purpose.
+    Layers that have a quantized form, but match no rule, are not included: they stay in float on purpose.
 
     Args:
         purposely: the modules that a rule leaves in float.
@@ -362,7 +361,7 @@ def warn_unregistered(model: nn.Module) -> None:
 
 
 def _held(value: Any, path: str, known: set[int]) -> dict[str, nn.Module]:
-    """The modules in a value, by path, except modules whose ids are in `known`; their ids are added to `known`."""
+    """The modules in a value, by path, except those with ids in `known`; their own ids are added to `known`."""
     if isinstance(value, nn.Module):
         new = {} if id(value) in known else {path: value}
         known |= {id(part) for part in value.modules()}
@@ -498,8 +497,8 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
 
     Args:
         model: a prepared model.
-        example: an input, a tuple or a dict of inputs; with it the model runs, and the table lists operations that are
-            not quantized and layers that are not called, whose weights count as float.
+        example: an input, a tuple or a dict of inputs. With an example the model runs, and the table also lists
+            operations that are not quantized, and marks layers that are not called: their weights count as float.
         inputs: which part of the example the model gets, as for `calibrate`, if the example is a batch of a loader.
 
     >>> print(summary(prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)))
@@ -574,7 +573,7 @@ def _joined(texts: list[str]) -> str:
 
 
 def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tuple[int, int, float]:
-    """The bytes of all parameters now, the bytes with quantized weights as codes and scales, and their bits per weight.
+    """The bytes of all parameters now, the bytes with quantized weights as codes and scales, and bits per such weight.
 
     Tied weights count once.
 

@@ -168,7 +168,7 @@ def weights_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def quantized_weights(model: nn.Module) -> dict[str, Product]:
-    """The weights of layers and of functions that have a quantizer, by the path of the quantizer."""
+    """For the path of each weight's quantizer: the weight, of a layer or of a call of a function."""
     modules = [*model.named_modules()]
     of_layers = {
         join(path, product.attribute): product
@@ -186,7 +186,7 @@ def fresh_weight(weight: Product, name: str) -> Tensor:
     """The weight that the layer's next call uses.
 
     `weight_norm`, `spectral_norm` and `prune` of torch.nn.utils compute the weight by a hook when the layer is called.
-    Before, the layer has the weight of its last call, or after `load_state_dict` an outdated weight.
+    Before the call, the layer has the weight of its last call, or after `load_state_dict` an outdated weight.
 
     Raises:
         CalibrationError: code other than these hooks computes the weight in the layer's call.
@@ -195,8 +195,8 @@ def fresh_weight(weight: Product, name: str) -> Tensor:
     if weight.computed_by_hook and not hooks:
         path = layer_of(name)
         raise CalibrationError(
-            f"the weight of {module_name(path)} is computed when the layer is called, but no batch called it; give "
-            "batches that reach the layer"
+            f"the weight of {module_name(path)} is computed when the layer is called, but no batch called the layer; "
+            "pass batches that reach the layer"
         )
     with in_eval_mode(weight.owner), torch.no_grad():  # spectral_norm changes its vectors in training mode
         for hook in hooks:
@@ -209,7 +209,7 @@ def _weight_hooks(weight: Product) -> list[Any]:
 
 
 def scaled_weights(model: nn.Module) -> dict[str, Product]:
-    """The weights of layers and of functions whose quantizer has scales, by the path of the quantizer."""
+    """For the path of each weight's quantizer that has scales: the weight, of a layer or of a call of a function."""
     return {name: weight for name, weight in quantized_weights(model).items() if weight.quantizer.calibrated}
 
 
@@ -268,9 +268,9 @@ def warn_vanished(model: nn.Module) -> None:
 
 
 def warn_stale_scales(model: nn.Module) -> list[str]:
-    """Warn of learned scales at zero, and in one line of weights that their scales no longer fit.
+    """Warn of learned scales at zero, and in one line of weights that no longer fit their scales.
 
-    A layer is named if the largest magnitude of one of its groups has changed by more than 10 %, or if it has other
+    A weight is named if the largest magnitude of one of its groups has changed by more than 10 %, or if it has other
     groups. Weights that are sharded over processes are not checked, because that would need all processes, and neither
     are weights without values in this process.
 
@@ -307,7 +307,7 @@ def give_range(weight: Product, range: Range, method: str | None = None) -> None
 
     If all values of the weight are 0, no range is set: the scale is computed in each call, so that it fits the values
     that training will give the weight. If only some channels or groups are 0, such as the padding row of a table or
-    pruned channels, they get the range of the others, see `fill_empty_groups`.
+    pruned channels, these get the range of the others, see `fill_empty_groups`.
 
     Args:
         method: the method that computed the range, see `is_searched`.
@@ -461,7 +461,7 @@ MERGED = (
 
 
 def tied_weights(model: nn.Module) -> list[dict[str, Product]]:
-    """For each quantized parameter that several layers share, its products by the paths of its quantizers.
+    """For each quantized parameter that several layers share: a dict from the paths of its quantizers to its products.
 
     >>> model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False), nn.Linear(4, 4))
     >>> model[1].weight = model[0].weight
@@ -476,11 +476,11 @@ def tied_weights(model: nn.Module) -> list[dict[str, Product]]:
 
 
 def merged_layers(widths: Mapping[str, int]) -> list[list[str]]:
-    """The groups among these layers that engines merge into one matrix.
+    """The groups of layers in `widths` that engines merge into one matrix.
 
     Args:
-        widths: the number of inputs of each layer, by its path. Layers of other widths read other tensors, as the
-            "key" and the "value" of RWKV's feed-forward do, and no engine merges these.
+        widths: for the path of each layer, the number of its inputs. Layers of different widths read different tensors,
+            like the "key" and the "value" of RWKV's feed-forward, and no engine merges such layers.
 
     >>> merged_layers({"0.q_proj": 8, "0.k_proj": 8, "0.v_proj": 8, "0.o_proj": 8, "1.q_proj": 8})
     [['0.q_proj', '0.k_proj', '0.v_proj']]
@@ -524,7 +524,7 @@ def group_ranges(model: nn.Module) -> None:
 
 
 def tie_scales(model: nn.Module, names: Container[str]) -> None:
-    """Give a common per-tensor scale, which multiplies block scales as in NVFP4, to the weights that engines merge.
+    """Give weights that engines merge the same per-tensor scale, which multiplies their block scales as in NVFP4.
 
     The scale is computed from the largest magnitude of all merged weights. Weights with fixed codes are not changed.
 
@@ -551,9 +551,9 @@ def tie_scales(model: nn.Module, names: Container[str]) -> None:
 
 
 def share_learned(model: nn.Module, *_: object) -> None:
-    """Let the quantizers of a shared weight learn one range where their ranges are equal, as its codes are then.
+    """Let the quantizers of a shared weight learn a single range if their ranges, and so the codes, are equal.
 
-    Also a hook after `load_state_dict`, which makes a learned range for each quantizer that the state has one of.
+    This is also a hook after `load_state_dict`, which gives each quantizer a learned range that no other shares.
     """
     for weights in tied_weights(model):
         first = next(iter(weights.values())).quantizer
@@ -663,7 +663,7 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool)
 
     Args:
         too_small: layers whose weights stay in float because of their scales.
-        by_name: whether a preset by its name chose all layers.
+        by_name: whether the user gave the name of a preset, and no other rules.
     """
     found: dict[nn.Parameter, tuple[str, WeightBits]] = {}
     for path, weight in quantized_weights(model).items():

@@ -238,7 +238,7 @@ def trains(rank: int, folder: Path) -> None:
     fq.calibrate(alone, batches(), group=False)
     fq.qat.set_scales(alone, Scales.LEARNED)
     assert all(map(torch.equal, model.parameters(), alone.parameters()))
-    with pytest.raises(ConfigError, match="the processes quantize different layers, or quantize differently"):
+    with pytest.raises(ConfigError, match="the processes quantize different layers, or quantize them in diff"):
         fq.qat.Training("int8", of_rank(rank), scales=Scales.EPOCH if rank else Scales.FIXED).prepare(net())
     text = "unknown method|the process of rank 1 failed"
     with pytest.raises((CalibrationError, ConfigError), match=text):

@@ -116,10 +116,10 @@ def test_logits_are_found_beside_the_models_own_loss(kind: Any) -> None:
         ({"keep": True}, "this teacher changes in training; give a float model"),
         ({"weight": 0.0}, r"weight=0.0\): must be above 0"),
         ({"temperature": 0.0}, r"temperature=0.0\): must be positive"),
-        ({"features": "0"}, r"give a tuple, such as \('0',\)"),
+        ({"features": "0"}, r"must be a tuple, as \('0',\)"),
         ({"features": ("5",)}, "the model has no module '5'"),
         ({"teacher": nn.Linear(8, 4), "features": ("0",)}, "the teacher has no module '0'"),
-        ({"teacher": nn.Linear(8, 5)}, r"the logits: the model gives \[32, 4\], but its teacher gives \[32, 5\]"),
+        ({"teacher": nn.Linear(8, 5)}, r"the logits: shape \[32, 4\] in the model, but \[32, 5\] in its teacher"),
         (
             {"logits": lambda output: Distillation(nn.Identity()).compared((output, output), {})[0]},
             "type tuple holds 2 float tensors",
@@ -193,7 +193,7 @@ def test_a_mask_that_fits_nothing_is_refused() -> None:
     batch = {"ids": TOKENS, "labels": TAGS}
     with pytest.raises(ConfigError, match=r"shape \[3, 5\], but no compared tensor begins with these axes: \[3, 6\]"):
         fq.qat.finetune(model, [batch], no_loss, schedule, teacher="self", mask=lambda _: torch.ones(3, 5).bool())
-    with pytest.raises(ConfigError, match=r"mask= is for teacher="):
+    with pytest.raises(ConfigError, match=r"teacher= is missing"):
         fq.qat.finetune(model, [batch], no_loss, schedule, mask="keep")
     with pytest.raises(ConfigError, match=r"mask must be a function of a batch, or a key"):
         Distillation(mask=3)  # pyright: ignore[reportArgumentType]
@@ -343,7 +343,7 @@ def test_labels_that_are_no_class_do_not_count(ignored: int) -> None:
 
 
 def test_an_unknown_axis_and_a_regression_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"which axis of the logits \[4, 5, 3, 6\] has the classes"):
+    with pytest.raises(ConfigError, match=r"do not show which axis of the logits \[4, 5, 3, 6\] has the classes"):
         distance(MAPS, MAPS)
     square = torch.randn(2, 4, 4)
     with pytest.raises(ConfigError, match=r"which axis of the logits \[2, 4, 4\]"):

@@ -40,24 +40,24 @@ class Distillation:
     of these modules, summed over the modules.
 
     Args:
-        teacher: a module that takes the same batches; "self" is the trained model with its quantizers off, which takes
-            no memory, and whose weights move with the training. The teacher is in eval mode and without gradients.
+        teacher: a module that takes the same batches. "self" is the trained model with its quantizers off: this teacher
+            takes no memory, and its weights move with the training. A teacher is in eval mode and without gradients.
         weight: the weight of the distance in the loss, above 0 and at most 1.
-        temperature: the number that divides logits; the divergence is multiplied by its square, so that gradients keep
-            their size (Hinton et al., arXiv 1503.02531).
+        temperature: the number T that divides logits; the divergence is multiplied by T^2, so that gradients keep their
+            size (Hinton et al., arXiv 1503.02531).
         features: the names of modules that the model and the teacher both have.
         logits: a function that returns the logits in a model's output; by default the only tensor, or `outputs.logits`.
         axis: the axis of the classes in the logits. By default it is the axis that integer labels lack: axis 1 for maps
             [N, classes, H, W] with labels [N, H, W], as for `cross_entropy`, the last axis for tokens. Without integer
             labels it is the last of up to three axes.
         mask: which tokens count, as for `calibrate`. Tokens whose integer label is not a class, such as -100 or 255,
-            never count. By default all other tokens count, but in a batch without integer labels not the tokens that
-            "attention_mask" masks. An output that does not begin with the mask's axes counts as a whole. If the loss of
-            a causal model compares an output with the next label, the next label decides here, too.
-        keep: whether to store the teacher's outputs for a batch in memory until the same batch comes again. A batch is
-            recognised by a digest of the teacher's inputs, so that no batch of a loader that shuffles or changes its
-            samples comes again: give a list of batches. A change of the teacher's weights through `.data` is not
-            noticed. At 1 GiB a warning is given if no batch came again.
+            never count. By default all other tokens count; in a batch without integer labels, tokens that
+            "attention_mask" masks do not. An output that does not begin with the mask's axes counts as a whole. If the
+            loss of a causal model compares an output with the next label, the next label decides here, too.
+        keep: whether to store the teacher's outputs for each batch in memory, for when the same batch comes again. A
+            batch is recognised by a digest of the teacher's inputs: give a list of batches, because a loader that
+            shuffles or changes its samples never repeats a batch. A change of the teacher's weights through `.data` is
+            not noticed. At 1 GiB a warning is given if no batch came again.
 
     Raises:
         ConfigError: the weight or the temperature is out of range, the teacher has a wrong type, or `keep` is used with
@@ -91,7 +91,7 @@ class Distillation:
             )
         TokenMask(self.mask)
         if isinstance(self.features, str):
-            raise ConfigError(f"Distillation(features={self.features!r}): give a tuple, such as ({self.features!r},)")
+            raise ConfigError(f"Distillation(features={self.features!r}): must be a tuple, as ({self.features!r},)")
 
     def check(self, model: nn.Module) -> None:
         """Raise ConfigError if the model or the teacher lacks a module of `features`."""
@@ -116,7 +116,7 @@ class Distillation:
     def student(
         self, model: nn.Module, forward: Callable[[nn.Module], Any], masks: Sequence[Tensor] = (), labels: Any = None
     ) -> tuple[Any, Tensor]:
-        """The outputs of the trained model, and its distance from the teacher.
+        """The outputs of the trained model for a batch, and their distance from the teacher's outputs.
 
         Args:
             forward: a function that calls a model with the batch.
@@ -138,7 +138,7 @@ class Distillation:
         masks: Sequence[Tensor] = (),
         labels: Any = None,
     ) -> Tensor:
-        """The distance from the teacher's outputs of `own`, the tensors that the trained model returned for a batch.
+        """The distance between `own`, tensors that the trained model returned for a batch, and the teacher's tensors.
 
         Args:
             own: the tensors that the trained model returned, from `compared`.
@@ -157,7 +157,7 @@ class Distillation:
             wanted = self._wanted(teacher, forward)
         for x, y, name in zip(own, wanted, self.features or ("the logits",), strict=True):
             if x.shape != y.shape:
-                raise ConfigError(f"{name}: the model gives {list(x.shape)}, but its teacher gives {list(y.shape)}")
+                raise ConfigError(f"{name}: shape {list(x.shape)} in the model, but {list(y.shape)} in its teacher")
         axis = 0 if self.features else self._axis(own[0], labels)
         if self.features:
             each = [(x - y.to(x.dtype)).square() for x, y in zip(own, wanted, strict=True)]
@@ -224,7 +224,8 @@ class Distillation:
             return tensors
         if missing := [name for name in self.features if name not in seen]:
             raise ConfigError(
-                f"features: {missing[0]} returned no tensor in this batch; name modules that every batch calls"
+                f"the module {missing[0]} of features= returned no float tensor for this batch; name modules that "
+                "every batch calls"
             )
         return [seen[name] for name in self.features]
 
@@ -276,8 +277,8 @@ class Distillation:
             return -1
         if len(fits) != 1:
             raise ConfigError(
-                f"which axis of the logits {shape} has the classes? Give Distillation(axis=1) for maps "
-                "[N, classes, ...], or axis=-1 for tokens [..., classes]"
+                f"the labels do not show which axis of the logits {shape} has the classes; pass Distillation(axis=1) "
+                "for maps [N, classes, ...], or axis=-1 for tokens [..., classes]"
             )
         return fits.pop()
 
@@ -313,7 +314,7 @@ def labels_of_outputs(model: nn.Module, labels: Any, shifted: Any = None) -> Any
     """The labels that a model's own loss compares with its outputs, each at the position of its output.
 
     Args:
-        shifted: the argument `shift_labels`, if the model got it: its labels are already at the positions of the
+        shifted: the argument `shift_labels`, if the model got it: these labels are already at the positions of the
             outputs.
     """
     if shifted is not None:

@@ -51,8 +51,8 @@ class Fusions:
     """The batch normalisations of a model: some can be fused into a layer, the others stay.
 
     Attributes:
-        fused: the path of the layer into which a normalisation is fused, by the path of the normalisation.
-        left: the reason why a normalisation stays, by its path.
+        fused: for the path of each normalisation that can be fused, the path of the layer that takes it.
+        left: for the path of each other normalisation, the reason why it stays.
     """
 
     fused: dict[str, str]
@@ -73,8 +73,9 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
     The output stays the same up to rounding. A `FusedBatchNorm`, which returns its input, takes the place of the
     normalisation. A run with the example shows which normalisation follows which layer; without an example,
     `torch.fx.symbolic_trace` does. A `FusionWarning` names the normalisations that stay, with the reasons.
-    `find_fusions` lists beforehand what will be fused. A second call finds nothing to do. A subclass of a layer that
-    overrides `forward` is included if the run with the example shows that it ends in one product with its weight.
+    `find_fusions` lists beforehand what will be fused. A second call finds nothing to do. A subclass of such a layer
+    with another `forward` is included if the run with the example shows that this `forward` ends in a single product
+    with the layer's weight.
 
     Args:
         model: a float model whose batch normalisations are in eval mode; call this before `prepare`.
@@ -254,7 +255,7 @@ class _Tracer(fx.Tracer):
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch normalisation, or has its tensors, as torchvision's `FrozenBatchNorm2d`."""
+    """Whether a module is a batch normalisation, or has the same tensors, like torchvision's `FrozenBatchNorm2d`."""
     if is_batch_norm(module):
         return True
     held = [getattr(module, name, None) for name in ("running_mean", "running_var", "weight", "bias")]

@@ -92,7 +92,7 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
     refuse_unprepared(model, otherwise=", or fuse_batch_norm(model, example)")
     refuse_sharded(model, "fold the batch normalisations of")
     if is_data_parallel(model):
-        raise ConfigError("call fold_batch_norm before the model is wrapped in DistributedDataParallel")
+        raise ConfigError("the model is wrapped in DistributedDataParallel already; call fold_batch_norm before that")
     arguments = example_arguments(example, inputs)
     with disabled(model):
         recording = record(model, lambda: arguments.run(model))
@@ -403,7 +403,10 @@ def finetune(  # noqa: PLR0913  all but the first five by name
     distillation = teacher if isinstance(teacher, Distillation) or teacher is None else Distillation(teacher)
     if mask is not None:
         if distillation is None:
-            raise ConfigError("mask= is for teacher=; without a teacher leave tokens out in the loss")
+            raise ConfigError(
+                "mask= leaves tokens out of the distance from a teacher, but teacher= is missing; without a teacher "
+                "leave tokens out in the loss"
+            )
         distillation = replace(distillation, mask=mask)
     if distillation is not None:
         distillation.check(model)

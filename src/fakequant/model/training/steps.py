@@ -61,9 +61,9 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def freeze_batch_norm(model: nn.Module) -> None:
-    """Put batch normalisations in eval mode permanently: `model.train()` does not change it, and statistics stay.
+    """Put batch normalisations in eval mode, so that statistics stay; `model.train()` does not change this mode.
 
-    `del norm.train` ends it for a normalisation.
+    `del norm.train` lets `model.train()` change the mode of a normalisation again.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     >>> freeze_batch_norm(model)
@@ -79,7 +79,7 @@ def freeze_batch_norm(model: nn.Module) -> None:
 
 
 def _stay(norm: nn.Module, mode: bool = True) -> nn.Module:
-    """Replaces `train` of a frozen normalisation: it stays in eval mode, but modules inside of it follow the mode."""
+    """The `train` of a frozen normalisation, which stays in eval mode; modules inside of it get `mode`."""
     for module in norm.children():
         module.train(mode)
     return norm
@@ -105,7 +105,7 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
     """
     check_model(model, "set_scales", "set_scales(model, Scales.LEARNED)")
     if not isinstance(scales, Scales):
-        raise ConfigError(f"set_scales takes a policy, such as Scales.LEARNED, got {shown(scales)}")
+        raise ConfigError(f"set_scales takes a member of Scales, such as Scales.LEARNED, got {shown(scales)}")
     refuse_unprepared(model)
     warn_vanished(model)
     coded = quantized_weights(model).values() if scales is Scales.ONLY else ()
@@ -181,16 +181,16 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(eq=False)
 class Training:
-    """A training with quantizers as parts for any loop; the trainers' `QATCallback` calls them.
+    """The parts of a training with quantizers, for any loop; the trainers' `QATCallback` calls these parts.
 
     Call `prepare` before the optimizer is made, `at` before each step, `loss` after the model's own loss if there is a
     teacher, and `end` after the last step. Store `state_dict` in a checkpoint, beside those of model and optimizer.
 
     Args:
         config: a preset, its name, or rules; None for a model that is prepared already.
-        batches: the batches for calibration; none for a model that is calibrated or needs no data.
+        batches: the batches for calibration; None for a model that is calibrated or needs no data.
         calibration: further arguments of `fakequant.calibrate`, such as {"inputs": 0}. All processes of
-            torch.distributed calibrate together, unless it names another "group".
+            torch.distributed calibrate together, unless these arguments have another "group".
         scales: when scales may move.
         method: how scales are learned with `Scales.LEARNED`, and `method_options`: see `Quantizer.learn`.
         learn_after: the share of the steps after which learned scales begin to move.
@@ -241,7 +241,7 @@ class Training:
         self._calls = 0
 
     def prepare(self, model: Model) -> Model:
-        """Prepare, calibrate and set the scales of a model, in place; before its optimizer is made.
+        """Prepare a model, calibrate it and set its scales, in place; call this before the optimizer is made.
 
         Raises:
             ConfigError: the model does not fit the settings; the message has a cure. The model is then unchanged.
@@ -261,7 +261,10 @@ class Training:
             if self.config is not None:
                 prepare(model, self.config, skip=[*adapter_layers(model), *self.skip], rules=self.rules)
             elif self.skip or self.rules:
-                raise ConfigError("skip= and rules= change a configuration; give one, or prepare the model with them")
+                raise ConfigError(
+                    "skip= and rules= change a configuration, but config= is missing; pass config=, or prepare the "
+                    "model with skip= and rules="
+                )
             refuse_unprepared(model, otherwise=", or give a configuration, such as 'int8'")
             if self.config is not None or self.batches is not None:
                 calibrate(model, self.batches or (), **{**self.calibration, "group": group})
@@ -283,8 +286,8 @@ class Training:
             }
             if any(other != settings for other in processes.all(settings)):
                 raise ConfigError(
-                    "the processes quantize different layers, or quantize differently; give all of them one model and "
-                    'the same settings, or calibration={"group": False} if they train different models'
+                    "the processes quantize different layers, or quantize them in different ways; use the same model "
+                    'and settings in all processes, or calibration={"group": False} if they train different models'
                 )
         self._model, self._settings, self._asleep = model, settings, asleep
         trained = {id(parameter) for parameter in learned_scales(model)}
@@ -345,7 +348,8 @@ class Training:
         if self._distances:
             self._forget()
             raise ConfigError(
-                "no loss holds the distance from the teacher; write loss = training.loss(loss) before loss.backward()"
+                "the loss of the last step lacks the distance from the teacher; write loss = training.loss(loss) "
+                "before loss.backward()"
             )
         self._forget()
         self._progress = progress
@@ -356,7 +360,7 @@ class Training:
         self._freeze()
 
     def loss(self, value: Tensor, share: float | Tensor = 1.0) -> Tensor:
-        """The loss of a batch with the distance from the teacher, see `Distillation`; without a teacher, `value`.
+        """The loss of a batch with the distance from the teacher included (see `Distillation`), or without one `value`.
 
         Args:
             value: the loss of the model.
@@ -401,7 +405,7 @@ class Training:
         return self._watch is not None
 
     def leave_if_over(self) -> None:
-        """Stop watching the model if an error ended the loop of a trainer that has no event for errors."""
+        """Does nothing here; a callback stops watching if an error ended the loop of a trainer without error events."""
 
     def leave(self) -> None:
         """Stop watching the model, for example after an error that ends the training."""
@@ -458,7 +462,7 @@ class Training:
             module.training = False
 
     def _hold(self, *, held: bool) -> None:
-        """With `held`, add hooks that set the gradients of learned scales to zero; without, remove them."""
+        """With `held`, add hooks that set the gradients of learned scales to zero; without, remove these hooks."""
         # Not `requires_grad`: DistributedDataParallel waits for the gradients of all that it was made with.
         if held and not self._held:
             self._held = [parameter.register_hook(_zeros) for parameter in learned_scales(self._prepared())]
@@ -494,7 +498,7 @@ class Training:
         return self._with_distance(outputs, kwargs)
 
     def _with_distance(self, outputs: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Outputs that include the distance from the teacher, for the model to return; None for unchanged outputs."""
+        """None here, so that outputs stay; a callback returns outputs that include the distance from the teacher."""
 
     def _forget(self) -> None:
         self._distances.clear()
