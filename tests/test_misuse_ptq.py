@@ -52,8 +52,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fq.ptq.improve(ready(), X, "gptq"),
         r"unknown steps 'gptq'; write steps=\['gptq'\]",
     ),
-    "scores without choices": (lambda: fq.ptq.scores(net(), X, []), "choices is empty; give names of presets"),
-    "search without choices": (lambda: fq.ptq.search(net(), X, [], bits=5), "choices is empty; give names of presets"),
+    "scores without choices": (lambda: fq.ptq.scores(net(), X, []), "choices is empty; pass names of presets"),
+    "search without choices": (lambda: fq.ptq.search(net(), X, [], bits=5), "choices is empty; pass names of presets"),
     "scores by a mistyped choice": (lambda: fq.ptq.scores(net(), X, "INT9"), "unknown preset 'INT9'; did you mean"),
     "no blocks": (
         lambda: fq.ptq.reconstruct(ready(), X, []),

@@ -145,7 +145,7 @@ def test_bit_operations_are_a_budget_of_their_own() -> None:
     assert found.curve("operations")[0].operations_per_product == 16
     with pytest.raises(ConfigError, match="the fewest bit operations for a multiply-accumulate are 16; "):
         found.allocate(operations=15)
-    with pytest.raises(ConfigError, match='expected over="bits" or "operations", got \'size\''):
+    with pytest.raises(ConfigError, match='over= must be "bits" or "operations", got \'size\''):
         found.curve("size")
 
 
@@ -170,19 +170,19 @@ def test_layers_are_scored_by_the_divergence_of_logits_or_a_function() -> None:
     assert mix.loss == pytest.approx(sum(by_name.layers[layer][name].loss for layer, name in mix.choices.items()))
     with pytest.raises(ConfigError, match="the loss with stem alone in INT8_WEIGHT_ONLY is NaN"):
         fq.ptq.scores(model, given, CHOICES, measure=lambda tried: float("nan") if tried is not model else 0.0)
-    with pytest.raises(ConfigError, match=r'expected measure="kl", \("kl", axis\) or a function of the model, got'):
+    with pytest.raises(ConfigError, match=r'measure= must be "kl", \("kl", axis\) or a function of the model, got'):
         fq.ptq.scores(model, given, CHOICES, measure="hessian")
 
 
 def test_what_is_refused(found: Scores) -> None:
     for budgets in ({}, {"bits": 4, "size": 100}):
-        with pytest.raises(ConfigError, match="give one budget"):
+        with pytest.raises(ConfigError, match="exactly one budget is needed"):
             found.allocate(**budgets)
     smallest = r"mix has (4\.\d+) bits per weight, scales included: 4.\d+ in \S+ as NVFP4_WEIGHT_ONLY"
     with pytest.raises(ConfigError, match=smallest):
         found.allocate(bits=2)
     in_float = r"864 stay in float \(256 in left, 256 in right, 256 in twice and the others in 2 more modules\)"
-    with pytest.raises(ConfigError, match=f"smallest mix has 8,\\d+ bytes, of which {in_float}; give other"):
+    with pytest.raises(ConfigError, match=f"smallest mix has 8,\\d+ bytes, of which {in_float}; pass other"):
         found.allocate(size=100)
     with pytest.raises(ConfigError, match="the smallest loss is"):
         found.allocate(loss=0.0)
@@ -333,10 +333,10 @@ def test_an_output_of_zero_or_without_floats_has_no_scores() -> None:
     with torch.no_grad():
         model[1].weight.zero_()
         model[1].bias.zero_()
-    with pytest.raises(ConfigError, match="every output of the model is 0, and scores are shares of the energy"):
+    with pytest.raises(ConfigError, match="every output of the model is 0, but scores are shares of the energy"):
         fq.ptq.scores(model, [torch.randn(4, 32)], CHOICES, progress=False)
     model.append(Calls(lambda _, x: x.argmax(-1)))
-    with pytest.raises(ConfigError, match="the model returns no floats, and scores are shares of the energy"):
+    with pytest.raises(ConfigError, match="the model returns no floats, but scores are shares of the energy"):
         fq.ptq.scores(model, [torch.randn(4, 32)], CHOICES, progress=False)
 
 

@@ -169,14 +169,14 @@ def test_nothing_changes_after_an_error() -> None:
 
 def test_what_cannot_be_checked_is_refused() -> None:
     model, x = chain(), images()
-    with pytest.raises(ConfigError, match=r"output of the model holds NaN or inf for this batch; give another batch"):
+    with pytest.raises(ConfigError, match=r"output of the model holds NaN or inf for this batch; pass another batch"):
         equalize(model, x * torch.inf, TENSORS)
     noisy, numbers = nn.Sequential(nn.Linear(4, 4)), itertools.count(1.0)
     with pytest.raises(ConfigError, match=r"two runs of the model differ by .* of the output"):
         equalize(noisy, x, TENSORS, forward=lambda model, batch: model(torch.full((2, 4), next(numbers))))
     with pytest.raises(ConfigError, match=r"equalize takes a float model; call it before fakequant.prepare"):
         equalize(fq.prepare(chain(), "INT8"), x, TENSORS)
-    with pytest.raises(ConfigError, match=r"the config quantizes no layer of the model; give the config of prepare"):
+    with pytest.raises(ConfigError, match=r"config quantizes no layer of the model; pass the configuration"):
         equalize(model, x, fq.Config("nothing", ()))
 
 

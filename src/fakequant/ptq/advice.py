@@ -46,7 +46,7 @@ from fakequant.text import html_result, table
 
 @dataclass(frozen=True)
 class Code:
-    """The settings by which `advise` makes models; `held` has the numbers of the batches that judge, or is empty."""
+    """The settings with which `advise` makes models; `held` has the numbers of the batches that judge, if there are."""
 
     preparation: Preparation
     held: Sequence[int]
@@ -111,14 +111,14 @@ TIERS = ("presets", "calibration methods", 'improve "fast"', 'improve "best"')
 
 
 class SizeClass(NamedTuple):
-    """Presets of a kind (see `Engine`) whose models have about the same size; `bytes`: those of the smallest model."""
+    """Presets of a kind (see `Engine`) whose models have about the same size; `bytes` is the size of the smallest."""
 
     bytes: int
     presets: tuple[str, ...]
 
 
 def sizes_of(bytes_of: Mapping[str, int], kinds: Iterable[Collection[str]]) -> list[SizeClass]:
-    """Groups of presets whose models have about the same size; smaller sizes first, and within a size the faster kind.
+    """Groups of presets whose models have about the same size: smaller sizes first, in a size the faster kind first.
 
     Args:
         kinds: the presets of each kind; the kind that engines run faster comes first.
@@ -161,7 +161,7 @@ class SearchOrder:
         self.met = len(self.sizes)
 
     def ways(self) -> Iterator[tuple[Variant, str]]:
-        """Each variant to try, with a text on what may follow; the caller adds its result to `rows` before the next.
+        """Each variant to try, and a text on the trials after it; the caller adds its result to `rows` before the next.
 
         All presets come first, from the smallest size up to the first that meets the floor. Then costlier variants of
         the smaller sizes follow, from the smallest size up.
@@ -190,7 +190,7 @@ class SearchOrder:
         return row is not None and self.score(row) >= self.floor
 
     def best_of(self, presets: Collection[str]) -> Compared | None:
-        """The best result of these presets or None; without a metric, a costlier result must be clearly better."""
+        """The best result of `presets`, or None; without a metric, costlier variants need a clearly lower error."""
         best: Compared | None = None
         for row in self.rows.values():
             if row.preset in presets and not row.failed and (best is None or self._is_better(row, best)):
@@ -232,7 +232,7 @@ class SearchOrder:
         return [best.way._replace(steps="best")]
 
     def _leading(self, presets: Sequence[str]) -> list[Compared]:
-        """The two best results among the best of each of these presets; presets with equal figures count as one."""
+        """The best results of the two best of `presets`; presets with equal figures count as one."""
         best = [row for preset in presets if (row := self.best_of([preset])) is not None]
         unlike = {(row.error, row.bytes, row.metric): row for row in best[::-1]}
         return sorted(unlike.values(), key=lambda row: (-self.score(row), row.error))[:_TWO]
@@ -270,7 +270,7 @@ class Advice:
         call: the code that makes the same model from the user's `model` and `batches`.
         target: the engine, "" without a target.
         speed: a sentence on the speed of the answer in the target, which is not measured.
-        judged: the batches that judged, as text.
+        judged: a text on the batches that were held back to judge.
         quantizers: the paths of the quantizers of the answer.
         folds: whether batch normalisations were folded first.
         float_bytes: the bytes of the model in float.
@@ -414,7 +414,7 @@ def advise(  # noqa: PLR0913  all but the first two by name
 ) -> Advice:
     """Find the smallest quantized form of a model that is good enough, by trying presets, methods and `improve`.
 
-    Every second batch, up to eight of them, is held back to judge the models that the other batches make. All presets
+    Every second batch, up to eight of them, is held back to judge; the other batches calibrate and improve. All presets
     are tried first, from the smallest models up, until a preset meets the floor. Then costlier variants of smaller
     models are tried: other methods of calibration, `improve` by "fast", and by "best". Models whose bytes differ by at
     most 15 % count as one size: among them the model with the least error is taken. Presets that the files of the
@@ -423,8 +423,9 @@ def advise(  # noqa: PLR0913  all but the first two by name
     Args:
         model: the float model; it is not changed.
         batches: as for `calibrate`; they are kept as a list.
-        target: the engine that will run the model, by its name in `fakequant.known_engines()`. Its presets are tried;
-            errors and metrics are those of its arithmetic, if that is known. None tries weights alone.
+        target: the engine that will run the model, by its name in `fakequant.known_engines()`. The engine's presets are
+            tried; errors and metrics are those of the engine's arithmetic, if it is known. None: presets that quantize
+            weights alone are tried.
         floor: the least metric that is good enough, by default 99 % of the float model's metric. Without a metric: the
             least signal-to-error ratio of the output in dB, by default 20 dB (1 % of the output's energy).
         metric: called as metric(model), larger is better. It should use none of the batches.
@@ -511,7 +512,7 @@ class _VariantSearch:
                 self.refused[name] = " ".join([first_line(error), *(line.strip() for line in details)])
         if not self.bytes:
             name, why = next(iter(self.refused.items()))
-            raise ConfigError(f"the model cannot have any of {', '.join(presets)}; {name}: {why}")
+            raise ConfigError(f"the model can be prepared with none of {', '.join(presets)}; with {name}: {why}")
         static = [name for name in self.bytes if has_static_inputs(name)]
         self.ladder = SearchOrder(sizes_of(self.bytes, kinds), static, floor, trials.metric is not None)
 
@@ -545,7 +546,7 @@ class _VariantSearch:
             return True
         if self.ladder.answer is None:
             way, row = next(iter(rows.items()))
-            raise ConfigError(f"nothing could be measured; {shown_way(way)}: {row.failed}")
+            raise ConfigError(f"all trials failed; the first, {shown_way(way)}: {row.failed}")
         return False
 
     def advice(self, code: Code, target: str | None, judged: str, interrupted: bool) -> Advice:

@@ -1,4 +1,4 @@
-"""A format for each layer under a budget: the cost of each choice in the output, and the best mix for every size."""
+"""A preset for each layer under a budget: the error of each preset in the output, and the best mix for every size."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Score:
 
     Attributes:
         loss: the squared error of the model's output if this layer alone is quantized, over the output's energy.
-        bits: the bits of the weight with its scales; 0 where an earlier layer holds the same parameter.
+        bits: the bits of the weight with its scales; 0 if an earlier layer has the same parameter.
         operations: bit operations of one pass over the first batch: multiply-accumulates times the bits of the weight
             times the bits of the input; a tensor in float has 32.
     """
@@ -56,14 +56,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A choice for each layer.
+    """A mix of presets: a preset for each layer, with its size and its error.
 
     Attributes:
-        choices: the name of a preset by layer.
-        loss: the predicted error of the model's output, as a share of its energy.
+        choices: for the path of each layer, the name of its preset.
+        loss: the predicted error of the model's output, as a share of the output's energy.
         bits: how many bits the weights of these layers take in all, with their scales.
         weights: how many weights these layers have.
-        measured: the error of the model's output with these choices, as a share of its energy; None until `verify`.
+        measured: the measured error of the model's output, as a share of the output's energy; None until `verify`.
         operations: bit operations of one pass over the first batch.
         products: multiply-accumulates of the same pass.
     """
@@ -88,7 +88,7 @@ class Allocation:
 
     @property
     def bits_per_weight(self) -> float:
-        """The bits of a weight in the chosen layers, scales included. Weights in float do not count."""
+        """The mean number of bits of a weight in these layers, scales included. Weights in float do not count."""
         return self.bits / self.weights
 
     @property
@@ -106,24 +106,24 @@ class Allocation:
         return table([[f"Allocation({', '.join(figures)})"]])
 
     def config(self) -> Config:
-        """The choices as a configuration for `fakequant.prepare`; other layers stay in float."""
+        """The mix as a configuration for `fakequant.prepare`; other layers stay in float."""
         name = f"mixed, {self.bits_per_weight:.2f} bits"
         return Config(name, tuple(Rule(layer, choice) for layer, choice in self.choices.items()))
 
 
 @dataclass
 class Scores:
-    """The scores of all layers and choices; prints as a table.
+    """The scores of each preset for each layer; prints as a table.
 
     Attributes:
-        layers: scores by layer and choice.
-        weights: how many weights each layer has; 0 where an earlier layer holds the same parameter.
-        ties: groups of layers that get the same choice, because they read the same tensor or hold the same parameter.
-        arriving: by layer and choice, errors of the output [samples], whose mean square is the loss; those of a mix of
-            choices are added.
+        layers: for the path of each layer, the score of each preset.
+        weights: how many weights each layer has; 0 if an earlier layer has the same parameter.
+        ties: groups of layers that get the same preset, because they read the same tensor or have the same parameter.
+        arriving: for each layer and preset, errors of the output [samples]; the loss is their mean square. The errors
+            of a mix are the sums over its layers.
         products: how many multiply-accumulates each layer has for the first batch.
-        why_float: why other layers with weights have no scores, and stay in float; by path.
-        in_float: bytes of all parameters that stay in float, by the path of the module that holds them.
+        why_float: for the path of each other layer with weights: why it has no scores, and stays in float.
+        in_float: for the path of each module, the bytes of its parameters that stay in float.
         computed: layers whose weight is computed; the parameters from which it is computed stay in float.
     """
 
@@ -139,7 +139,7 @@ class Scores:
     left = renamed("left", "why_float")
 
     def predict(self, choices: Mapping[str, str]) -> Allocation:
-        """The Allocation of these choices with its predicted loss, in which errors of layers may add up or cancel."""
+        """The `Allocation` for `choices`, with the predicted loss, in which errors of layers may add up or cancel."""
         loss = torch.stack([self.arriving[layer, name] for layer, name in choices.items()]).sum(0).square().mean()
         taken = [self.layers[layer][name] for layer, name in choices.items()]
         stored = sum(self.layers[layer][name].bits for layer, name in choices.items() if layer not in self.computed)
@@ -158,15 +158,15 @@ class Scores:
     def curve(self, over: str = "bits") -> list[Allocation]:
         """The best mix for every size, from small to large; each larger mix has a smaller loss.
 
-        Mixes are chosen by the sum of the scores, and then the loss of each mix is predicted, as by `predict`. The
-        choice is the multiple-choice knapsack, solved exactly by dynamic programming over sizes. Sizes are counted in
-        their common divisor, or in 0.005 % of the largest size if that is larger, rounded up.
+        Mixes are chosen by the sum of the scores, and then the loss of each mix is predicted, as by `predict`. This is
+        the multiple-choice knapsack problem, solved exactly by dynamic programming over sizes. The unit of sizes is
+        their common divisor, or 0.005 % of the largest size if that is larger; sizes are rounded up.
 
         Args:
             over: "bits" of weights, or bit "operations".
         """
         if over not in ("bits", "operations"):
-            raise ConfigError(f'expected over="bits" or "operations", got {over!r}')
+            raise ConfigError(f'over= must be "bits" or "operations", got {over!r}')
         groups = list[tuple[Sequence[str], dict[str, Score]]]()  # layers that share a choice, and scores by choice
         for group in self.ties:
             scored = [self.layers[layer] for layer in group]
@@ -231,7 +231,9 @@ class Scores:
                 nearest is named).
         """
         if sum(budget is not None for budget in (bits, size, loss, operations)) != 1:
-            raise ConfigError("give one budget: bits= per weight, size= in bytes, loss=, or operations= per product")
+            raise ConfigError(
+                "exactly one budget is needed: pass bits= per weight, size= in bytes, loss=, or operations= per product"
+            )
         for name, value in (("bits", bits), ("size", size), ("loss", loss), ("operations", operations)):
             check_budget(name, value)
         curve = self.curve("bits" if operations is None else "operations")
@@ -259,7 +261,9 @@ class Scores:
                 more = f" and the others in {len(rest) - _NAMED} more modules" if len(rest) > _NAMED else ""
                 nearest += f", of which {sum(self.in_float.values()):,} stay in float ({shown}{more})"
         if not fitting:
-            raise ConfigError(f"no mix of these choices fits the budget: {nearest}; give other choices or more room")
+            raise ConfigError(
+                f"no mix of these choices fits the budget: {nearest}; pass other presets, or a larger budget"
+            )
         return fitting[0]
 
     def __str__(self) -> str:
@@ -294,11 +298,11 @@ _PROBES = 16
 
 
 def divergence(model: nn.Module, batches: KeptBatches, axis: int | None = None) -> Metric:
-    """A function that returns the mean Kullback-Leibler divergence from the model's logits to those of its argument.
+    """A function of another model: its mean Kullback-Leibler divergence from `model`, KL(p of model || q of other).
 
     Args:
-        model: in float, in eval mode; its first floating output holds logits.
-        axis: the axis of the classes; None: the last axis of up to three.
+        model: the model in float and in eval mode; its first floating output holds logits, of which p is the softmax.
+        axis: the axis of the classes; None: the last axis, of at most three.
     """
     with torch.no_grad(), batches.one_pass(model):
         wanted = [_logits(batches.run(model, batch), axis) for batch in batches]
@@ -316,11 +320,11 @@ def divergence(model: nn.Module, batches: KeptBatches, axis: int | None = None) 
 def _logits(outputs: Any, axis: int | None) -> Tensor:
     found = float_tensors(outputs)
     if not found or not found[0].dim():
-        raise ConfigError('measure="kl" needs a model that gives logits [..., classes]; give a function as measure=')
+        raise ConfigError('measure="kl" needs a model that gives logits [..., classes]; pass a function as measure=')
     if axis is None and found[0].dim() > 3:
         raise ConfigError(
-            f'measure="kl" of logits {list(found[0].shape)}: which axis has the classes? Give measure=("kl", 1) for '
-            'maps [N, classes, H, W], or ("kl", -1)'
+            f'measure="kl" does not say which axis of the logits {list(found[0].shape)} has the classes; pass '
+            'measure=("kl", 1) for maps [N, classes, H, W], or ("kl", -1)'
         )
     return found[0].double().log_softmax(-1 if axis is None else axis)
 
@@ -329,7 +333,7 @@ def _logits(outputs: Any, axis: int | None) -> Tensor:
 def losses_alone(
     model: nn.Module, quantized: Mapping[str, nn.Module], layers: Sequence[str], loss: Metric, progress: bool | None
 ) -> dict[tuple[str, str], Tensor]:
-    """By layer and choice, a vector [layers]: its mean square is the loss added by quantizing this layer alone.
+    """For each layer and preset, a vector [layers]: its mean square is the loss that the preset adds in this layer.
 
     `loss(model)` is a number, smaller is better. A layer that lowers the loss counts as 0.
     """
@@ -343,7 +347,7 @@ def losses_alone(
             added = measured(loss, twin) - before
         if math.isnan(added):
             alone = f"{module_name(layer)} alone in {name}"
-            raise ConfigError(f"the loss with {alone} is NaN; leave {name} out of choices, or give another measure=")
+            raise ConfigError(f"the loss with {alone} is NaN; leave {name} out of choices, or pass another measure=")
         found[layer, name] = torch.zeros(len(layers), dtype=torch.float64, device="cpu")
         found[layer, name][place] = (len(layers) * max(added, 0.0)) ** 0.5
     return found
@@ -356,7 +360,7 @@ def arriving_errors(
     quantized: Mapping[str, nn.Module],
     batches: KeptBatches,
 ) -> dict[tuple[str, str], Tensor]:
-    """Errors of the output, projected on random directions [samples], by layer and name of a preset.
+    """For each layer and name of a preset: errors of the output, projected on random directions [samples].
 
     The mean of their squares estimates the error as a share of the output's energy; for several outputs the mean share.
 
@@ -375,7 +379,7 @@ def arriving_errors(
     energies = {place: energy for place, energy in outputs.energies.items() if energy}
     if not energies:
         why = "every output of the model is 0" if outputs.energies else "the model returns no floats"
-        raise ConfigError(f"{why}, and scores are shares of the energy of its output; give measure=")
+        raise ConfigError(f"{why}, but scores are shares of the energy of its output; pass measure=")
     least = min(energies.values())
     weights = {place: (least / energy) ** 0.5 for place, energy in energies.items()}  # at most 1, for half precision
     # Without gradients of parameters, torch need not keep inputs of layers, which a model may write into.
@@ -422,7 +426,7 @@ def _add_errors(
         found = {place: y for place, y in named_tensors(call()).items() if y.requires_grad and place in weights}
         result, scales = [*found.values()], [weights[place] for place in found]
         if not result:
-            raise ConfigError("no output of the model has a gradient for its layers; give measure=")
+            raise ConfigError("no output of the model has a gradient for its layers; pass measure=")
         examples = max(len(result[0]), 1) if result[0].dim() else 1  # a detector may find nothing
         random = torch.Generator().manual_seed(seed)
         for _ in range(_PROBES):
@@ -466,12 +470,12 @@ def scores(
     forward: Forward | None = None,
     progress: bool | None = None,
 ) -> Scores:
-    """Measure the error of the model's output by quantizing each layer alone with each choice.
+    """Measure the error of the model's output if each layer alone is quantized, with each preset in `choices`.
 
-    The error that a choice makes in a layer's output is multiplied with the gradients of random sums of the model's
+    The error that a preset makes in a layer's output is multiplied with the gradients of random sums of the model's
     output. The mean square of these products estimates the squared error of the model's output (Hutchinson's
-    estimator), as a share of its energy; for several outputs it is the mean share.
-    With `measure`, the model runs once for each layer and choice instead, and the losses of a mix add up.
+    estimator), as a share of the output's energy; for several outputs it is the mean share. With `measure`, the model
+    runs once for each layer and preset instead, and the losses of a mix add up.
 
     Args:
         model: the float model; it is not changed.
@@ -505,13 +509,16 @@ def _scores(
     measure: Metric | str | tuple[str, int] | None = None,
     progress: bool | None = None,
 ) -> Scores:
-    """As `scores`, for batches that are stored already."""
+    """Like `scores`, for batches that are stored already."""
     choices = [choices] if isinstance(choices, str) else [*choices]
     if not choices:
-        raise ConfigError('choices is empty; give names of presets, such as ["INT8", "INT4_GROUP32"]')
+        raise ConfigError('choices is empty; pass names of presets, such as ["INT8", "INT4_GROUP32"]')
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if _is_scored(layer)}
     if not layers:
-        raise ConfigError("the model has no linear layers and no convolutions to choose formats for; call prepare")
+        raise ConfigError(
+            "the model has no linear layers and no convolutions for which presets could be chosen; quantize it by "
+            "fakequant.prepare"
+        )
     trials, alone = Trials(model, HeldOut.of(given, 1, [])), _left_in_float(model)
     quantized = {name: trials.quantized(find_preset(name).with_rule(*alone)) for name in choices}
     with evaluating(model):
@@ -524,7 +531,7 @@ def _scores(
             name, axis = measure if isinstance(measure, tuple) and len(measure) == 2 else (measure, None)
             chosen = divergence(model, given, axis) if name == "kl" else measure
             if not callable(chosen):
-                raise ConfigError(f'expected measure="kl", ("kl", axis) or a function of the model, got {measure!r}')
+                raise ConfigError(f'measure= must be "kl", ("kl", axis) or a function of the model, got {measure!r}')
             arriving = losses_alone(model, quantized, reached, chosen, progress)
 
     def score(layer: Any, loss: float, products: int, weights: int) -> Score:
@@ -631,7 +638,7 @@ def verify(
 
 
 def _measured(trials: Trials, mix: Allocation) -> Allocation:
-    """The allocation with `measured`: the error of the output on the batches that judge."""
+    """The allocation with `measured`: the error of the output on the batches that are held back to judge."""
     return replace(mix, measured=trials.outputs.of(_quantized(trials, mix)).mean)
 
 
@@ -663,7 +670,8 @@ def search(  # noqa: PLR0913  all but the first three by name
         bits: the largest mean number of bits per weight, scales included, over the layers that get a preset.
         size: the largest number of bytes of all parameters, as `fakequant.summary` counts them: also those that stay in
             float.
-        loss: the largest predicted error of the output, as a share of its energy; the smallest mix within it is taken.
+        loss: the largest predicted error of the output, as a share of the output's energy; the smallest mix with at
+            most this error is taken.
         metric: called as metric(model), larger is better; only with `floor`.
         floor: the least metric; the smallest mix with at least this metric is taken, after about ten measurements.
         inputs, forward, progress: as for `calibrate`.
@@ -686,7 +694,9 @@ def search(  # noqa: PLR0913  all but the first three by name
     check_float_model(model, "search", "search(model, batches, bits=5)", "search a mix of presets for")
     check_metric(metric, "search")
     if sum(budget is not None for budget in (bits, size, loss, floor)) != 1:
-        raise ConfigError("give one budget: bits= per weight, size= in bytes, loss=, or floor= with metric=")
+        raise ConfigError(
+            "exactly one budget is needed: pass bits= per weight, size= in bytes, loss=, or floor= with metric="
+        )
     if (metric is None) != (floor is None):
         raise ConfigError("metric= and floor= belong together: the metric is called as metric(model), larger is better")
     for name, value in (("bits", bits), ("size", size), ("loss", loss), ("floor", floor)):
@@ -707,8 +717,8 @@ def search(  # noqa: PLR0913  all but the first three by name
     if not largest >= floor:
         asked, most = (named(metric).shown(value) for value in (floor, largest))
         raise ConfigError(
-            f"no mix of these choices meets {asked:.6g}: the largest, {curve[-1].bits_per_weight:.2f} bits per weight, "
-            f"gives {most:.6g}; give other choices or another floor"
+            f"no mix of these choices meets the floor {asked:.6g}: the largest mix, {curve[-1].bits_per_weight:.2f} "
+            f"bits per weight, has the metric {most:.6g}; pass other presets, or another floor"
         )
     best, low, high = replace(curve[-1], metric=largest), 0, len(curve) - 1
     while low < high:

@@ -46,9 +46,9 @@ def tolerance_of(x: Tensor) -> float:
 
 
 class OutputCheck(OutputDistance):
-    """Compares a model's output with its output before the changes.
+    """The stored outputs of a model, to check that changes of the model keep its output.
 
-    Raises ConfigError if two runs give different outputs, or an output holds NaN, inf or no floats.
+    Raises ConfigError if two runs give different outputs, or if an output holds NaN, inf or no floats.
     """
 
     def __init__(self, model: nn.Module, batches: KeptBatches) -> None:
@@ -57,10 +57,11 @@ class OutputCheck(OutputDistance):
         self._model = model
         if not self.wanted:
             raise ConfigError(
-                "the model returns no floats, so a change of its weights cannot be checked; return some in forward="
+                "the model returns no floats, so that a change of its weights cannot be checked; return float tensors "
+                "in forward="
             )
         if not all(bool(x.isfinite().all()) for x in self.wanted):
-            raise ConfigError("an output of the model holds NaN or inf for this batch; give another batch")
+            raise ConfigError("an output of the model holds NaN or inf for this batch; pass another batch")
         self._allowed = max(map(tolerance_of, self.wanted))
         if (found := self.difference()) > self._allowed:
             raise ConfigError(
@@ -81,9 +82,15 @@ class OutputCheck(OutputDistance):
     def keep(
         self, changes: Sequence[T], make: Callable[[Sequence[T]], R], restore: Restore
     ) -> tuple[R, list[tuple[T, str]]]:
-        """Make all changes if the output stays; otherwise try each alone, and keep those that preserve the output.
+        """Make all changes if the output stays; otherwise add them one by one, and keep those that preserve the output.
 
-        Returns the result of `make`, and each rejected change with the reason.
+        Args:
+            changes: the changes that are tried.
+            make: makes several changes of the unchanged model.
+            restore: undoes all changes.
+
+        Returns:
+            The result of the last `make`, and each rejected change with the reason.
         """
         made, kept, left = make(changes), list[T](), list[tuple[T, str]]()
         if not changes or self.why_not() is None:
@@ -113,8 +120,8 @@ class FoldedScale:
 
     Attributes:
         layer: the path of the layer.
-        into: the path of the module that got the scale; "" if the layer keeps it.
-        note: why the layer keeps the scale; "" if it does not.
+        into: the path of the module that got the scale; "" if the layer keeps the scale.
+        note: why the layer keeps the scale; "" if the scale was folded.
     """
 
     layer: str
@@ -383,15 +390,15 @@ def equalize(
     inputs: Inputs | None = None,
     forward: Forward | None = None,
 ) -> Equalization:
-    """Scale the channels between layers so that the weights before and after have similar ranges, in place.
+    """Scale the channels between layers, in place, so that the weights of the layers before and after have like ranges.
 
     The layer before divides a channel by a factor, and the layers after it multiply the channel by the same factor. So
     the output stays the same up to rounding, which a run with the batch checks. Layers are linear layers and
     convolutions, also depthwise, but not transposed convolutions. Between them are functions that keep scales, such as
     ReLU and pools. One run finds the pairs, by the identity of tensors.
 
-    A copy of the model is quantized before and after. If the copy's output does not come closer to the float model's,
-    the model is not changed. Equalizing helps where one scale serves a whole weight, or a whole activation.
+    Copies of the model with old and with new scales are quantized. If the new scales do not bring the output closer to
+    the float model's, the model is not changed. Equalizing helps where a whole weight or activation has one scale.
 
     Args:
         model: a float model; call this after `fuse_batch_norm` and before `prepare`.
@@ -437,7 +444,7 @@ def equalize(
             warnings.simplefilter("ignore")  # `prepare` and `calibrate` say it of the model itself
             prepare(quantized, config)
             if not quantizers(quantized):
-                raise ConfigError("the config quantizes no layer of the model; give the config of prepare")
+                raise ConfigError("config quantizes no layer of the model; pass the configuration for prepare")
             calibrate(quantized, given, forward=given.run, progress=False, unseen="float")
         return outputs.of(quantized).mean
 
