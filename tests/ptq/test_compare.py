@@ -221,7 +221,7 @@ def test_the_curve_holds_what_none_surpasses() -> None:
     assert [row.preset for row in found.curve()] == ["B", "A"]
     assert [row.preset for row in found.curve("milliseconds")] == ["A"]
     assert found.best.preset == "A"
-    with pytest.raises(ConfigError, match="no way succeeded: no"):
+    with pytest.raises(ConfigError, match="no row has a result: no"):
         _ = Comparison(rows[3:]).best
 
 

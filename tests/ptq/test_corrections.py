@@ -108,5 +108,5 @@ def test_what_is_refused_leaves_the_model_as_it_was() -> None:
         reestimate_batch_norm(nn.Linear(2, 2), batches())
     folded = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     folded = fq.qat.fold_batch_norm(fq.prepare(folded, "INT8_WEIGHT_ONLY"), batches()[1])
-    with pytest.raises(ConfigError, match="folded into layers, the first is 1"):
+    with pytest.raises(ConfigError, match=r"folded into layers \(the first is 1\)"):
         reestimate_batch_norm(folded, batches())

@@ -126,7 +126,7 @@ def test_an_ended_run_goes_on(config: str, steps: Any, tmp_path: Path, chosen: l
 def test_another_run_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     improved(prepared(), tmp_path)
     model = prepared(given.pop("model", "int4 inputs"))
-    said = f"holds a run of improve with {message}; use the same as that run"
+    said = f"holds a run of improve with {message}; call improve as in that run"
     with unchanged(model), pytest.raises(CheckpointError, match=said):
         fq.ptq.improve(model, **{"batches": batches(), "steps": QUICK, **given}, checkpoint=tmp_path, progress=False)
 
@@ -233,9 +233,9 @@ def _put(path: Path, content: bytes) -> None:
         ("bias", torch.ones(3), "is damaged: the change of a bias has another shape; remove it"),
         ("params", [], "is damaged: .*; remove it"),
         ("name", None, "holds the layer None in place of one"),
-        ("run", None, r"is not a file of a chosen layer \(\w+\); give another folder"),
-        (None, b"", r"is not a file of a chosen layer \(\w+\); give another folder"),
-        (None, b"PK", r"is not a file of a chosen layer \(\w+\); give another folder"),
+        ("run", None, r"is not a file of a chosen layer \(\w+\); pass another folder"),
+        (None, b"", r"is not a file of a chosen layer \(\w+\); pass another folder"),
+        (None, b"PK", r"is not a file of a chosen layer \(\w+\); pass another folder"),
     ],
 )
 def test_a_file_of_another_content_is_refused(key: str | None, value: Any, message: str, tmp_path: Path) -> None:

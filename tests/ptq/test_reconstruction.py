@@ -197,7 +197,7 @@ def test_shared_weights_and_blocks_that_no_batch_reaches_stay(skip: list[str]) -
         (
             {"batches": [*batches(), batches()[0] * torch.nan]},
             CalibrationError,
-            r"^stem: the error of its output is not",
+            r"^stem: the error of the block's output is not",
         ),
     ],
 )

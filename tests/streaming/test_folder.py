@@ -252,8 +252,8 @@ def _one_fails(rank: int, folder: Path) -> None:
         ({"batches": [torch.full_like(one, -1) for one in batches(1)]}, "index out of range"),
         ({"steps": "fsat"}, "unknown steps"),
         ({"format": "no"}, "no"),
-        ({"steps": "fast"}, "the processes got other arguments: rank [01] at steps"),
-        ({"config": "int4_group64"}, "the processes got other arguments: rank [01] at quantization"),
+        ({"steps": "fast"}, "the processes got other arguments: rank [01] differs at steps"),
+        ({"config": "int4_group64"}, "the processes got other arguments: rank [01] differs at quantization"),
         ({"load": None}, "load"),
     ]
     for number, (other, text) in enumerate(cases):

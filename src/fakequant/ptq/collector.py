@@ -61,7 +61,7 @@ class InputChoice(NamedTuple):
     Attributes:
         transform: the chosen transform, or None.
         params: the new scales of the quantizer; None if they stay.
-        left: the share of the error of the layers' outputs that is left after each step.
+        left: for each step, the share of the error of the layers' outputs that is left after the step.
     """
 
     transform: InputTransform | None
@@ -90,11 +90,11 @@ class InputChoice(NamedTuple):
 
 
 class ChosenLayersFolder:
-    """The chosen layers of a run, one file for each; files are written whole or not at all.
+    """A folder with the choices of a run of `improve`: a file for each layer, written whole or not at all.
 
     Args:
         folder: the folder; None stores nothing.
-        run: the things on which the run depends, as texts by name. A folder of another run is refused.
+        run: everything on which the choices depend, as texts by name. A folder of another run is refused.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, run: Mapping[str, str]) -> None:
@@ -110,7 +110,7 @@ class ChosenLayersFolder:
             return None
         found = self._read(path)
         if (held := found.get("name")) != name:
-            raise CheckpointError(f"{path} holds the layer {held!s:.80} in place of {name}; give another folder")
+            raise CheckpointError(f"{path} holds the layer {held!s:.80} in place of {name}; pass another folder")
         try:
             device, values, bias = product.tensor.device, found["values"], found["bias"]
             if values.shape != product.tensor.shape or not values.is_floating_point():
@@ -154,7 +154,7 @@ class ChosenLayersFolder:
         try:
             data = read_whole(path)
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}; give another folder") from error
+            raise CheckpointError(f"cannot read {path}: {error.strerror}; pass another folder") from error
         if not _is_whole(data):
             raise CheckpointError(f"{path} is damaged; remove it, and its layer is chosen again")
         try:
@@ -162,13 +162,14 @@ class ChosenLayersFolder:
             held = {**found["run"]}
         except _DAMAGE as error:
             raise CheckpointError(
-                f"{path} is not a file of a chosen layer ({type(error).__name__}); give another folder"
+                f"{path} is not a file of a chosen layer ({type(error).__name__}); pass another folder"
             ) from error
         if other := [what for what in self._run if held.get(what) != self._run[what]]:
             other = [what for what in other if what != _OUTPUT] or other  # the output follows from the other entries
             changed = " and ".join(f"another {what}" for what in other)
             raise CheckpointError(
-                f"{path.parent} holds a run of improve with {changed}; use the same as that run, or give another folder"
+                f"{path.parent} holds a run of improve with {changed}; call improve as in that run, or pass another "
+                "folder"
             )
         return found
 
@@ -250,7 +251,7 @@ class ChoicesForSiblings(NamedTuple):
 
     @classmethod
     def of(cls, stage: Stage, wanted: Stage | None, choices: Mapping[str, Choice]) -> ChoicesForSiblings:
-        """The `choices` that were made from the inputs of a `Stage`, with its calls if there are choices."""
+        """The `choices` that were made from the inputs of `stage`, with the calls of the stage if there are choices."""
         if not choices:
             return cls({}, None, {})
         return cls(dict(stage.calls), None if wanted is None else dict(wanted.calls), choices)
@@ -279,7 +280,7 @@ _WIDE = f'"damping" was left out: it has more than {WIDEST_HALVED:,} columns'
 
 
 class Collector:
-    """Chooses the input and the weight of a layer at its `Stage`: the moment when all batches wait before the layer.
+    """Chooses a layer's weight, and its input's transform and range, at a `Stage`: all batches wait before the layer.
 
     Args:
         processes: the processes that choose weights together; the first alone chooses transforms and ranges of inputs.
@@ -304,7 +305,7 @@ class Collector:
         self._ahead = ChoicesForSiblings({}, None, {})
 
     def choose(self, stage: Stage, wanted: Stage | None, steps_of: StepsOf) -> tuple[InputChoice, Choice | None]:
-        """Choose the input and the weight of a stage's layer; the weight's choice is None if all inputs are empty."""
+        """Choose the input's transform and range, and the weight, of a stage's layer: None if all inputs are empty."""
         group, steps = self._processes.group, steps_of(stage.name)
         if group is None:
             own = self.choose_input(stage, steps)
@@ -366,7 +367,7 @@ class Collector:
         return [] if first.is_stack else [name for name in everywhere[0] if all(name in own for own in everywhere)]
 
     def inputs(self, stage: Stage) -> dict[int, list[tuple[Tensor, ...]]]:
-        """A layer's inputs before quantization, without masked tokens: a list of calls by the number of the batch."""
+        """For the number of each batch: for each call of a layer, its inputs in float, without masked tokens."""
         layer = self._layers[stage.name]
 
         def unmasked(inputs: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
@@ -554,7 +555,7 @@ class Collector:
         return stacked(found)
 
     def _sees_same(self, one: MatrixProduct, other: MatrixProduct, call: LayerCall) -> bool:
-        """Whether two layers multiply the same rows of the input of a call."""
+        """Whether two layers make the same quantized rows of the input of a call."""
         if not (one.makes_same_rows(other) and Parts.of(one).count == Parts.of(other).count):
             return False
         first, second = one.input_transform, other.input_transform
@@ -576,7 +577,7 @@ class Collector:
 
 
 class _Call(NamedTuple):
-    """The inputs of one call."""
+    """The inputs of a call of a layer."""
 
     number: int
     """The number of the batch."""

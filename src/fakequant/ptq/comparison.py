@@ -65,10 +65,10 @@ class Comparison:
         """The best row, which is the first.
 
         Raises:
-            ConfigError: every way failed.
+            ConfigError: all rows failed, or there are no rows.
         """
         if not self.rows or self.rows[0].failed:
-            raise ConfigError(f"no way succeeded: {self.rows[0].failed if self.rows else 'none was tried'}")
+            raise ConfigError(f"no row has a result: {self.rows[0].failed if self.rows else 'nothing was tried'}")
         return self.rows[0]
 
     def curve(self, over: str = "bits") -> list[Compared]:
@@ -125,7 +125,7 @@ class Comparison:
             over: "bits" per weight or "milliseconds".
 
         Raises:
-            ConfigError: another `over`, a kind of file that matplotlib does not write, or matplotlib is missing.
+            ConfigError: `over` is unknown, matplotlib cannot write a file with this ending, or it is not installed.
             OutputError: the file cannot be written.
         """
         path = checked_picture(path, over)
@@ -141,7 +141,7 @@ class Comparison:
         """Draw the picture of `plot` on axes of matplotlib.
 
         Raises:
-            ConfigError: another `over`.
+            ConfigError: `over` is unknown.
         """
         check_axis(over)
         shown = [row for row in self.rows if not row.failed]
@@ -165,7 +165,7 @@ _AXES = {"bits": "bits per weight, with scales", "milliseconds": "milliseconds o
 
 
 def checked_picture(path: str | os.PathLike[str], over: str) -> Path:
-    """Check that `Comparison.plot` can draw a file, and create its folder."""
+    """Check that `Comparison.plot` can write the file `path`, and create the file's folder."""
     check_axis(over)
     if find_spec("matplotlib") is None:
         raise ConfigError("a plot needs matplotlib, not installed here; run pip install 'fakequant[report]'")
@@ -174,7 +174,7 @@ def checked_picture(path: str | os.PathLike[str], over: str) -> Path:
     kind, known = Path(path).suffix.lower(), sorted(FigureCanvasBase.get_supported_filetypes())
     if kind.lstrip(".") not in known:
         raise ConfigError(
-            f"matplotlib does not write {kind or 'a file without an ending'}: {path}; give a name that ends in "
+            f"matplotlib does not write {kind or 'a file without an ending'}: {path}; pass a name that ends in "
             f".{', .'.join(known)}"
         )
     return writable_file(path)
@@ -196,7 +196,7 @@ def best_first(row: Compared) -> tuple[bool, float]:
 
 
 class Ways(NamedTuple):
-    """The combinations for `compare`: every preset with every calibration method and every choice of steps."""
+    """What `compare` tries: every preset with every calibration method and every item of `steps`."""
 
     presets: Sequence[str] = ("INT8", "FP8", "INT4_GROUP32", "NVFP4", "MXFP4")
     methods: Sequence[str] = (DEFAULT_METHOD,)
@@ -238,10 +238,10 @@ def compare(  # noqa: PLR0913  all but the first three by name
         batches: every second batch, up to eight, is held back to judge; the others calibrate and improve the copies of
             the model. A single batch does both.
         ways: names of presets, or `Ways(presets, methods, steps)`: presets without static inputs run with the first
-            method alone; steps are those of `improve`, "best" or "fast", or None to leave it out.
+            method alone; steps are those of `improve`, "best" or "fast", or None for a model without `improve`.
         metric: called as metric(model), larger is better; also for the float model.
         target: the engine that will run the model, by its name in `fakequant.known_engines()`: it places quantizers,
-            `ways` are its presets by default, and errors and metrics are those of its arithmetic where that is known.
+            its presets are the default of `ways`, and errors and metrics are those of its arithmetic, if it is known.
         path: a file of JSON lines; each row is appended when it is measured. Rows in the file for the same model,
             batches, `metric`, `target`, `inputs` and `forward` are not measured again. Functions, and attributes of the
             model, count as the same if the float model gives the same output for the first batch and the same metric.
@@ -255,7 +255,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
         CalibrationError: no batches, or the float model gives NaN or fails on a batch (the batch and layer are named).
         OutputError: the file cannot be written; raised before the work.
 
-    If one way fails, its row has the reason, and the others run.
+    If a combination fails, its row has the reason, and the others run.
 
     >>> torch.manual_seed(0).initial_seed()
     0

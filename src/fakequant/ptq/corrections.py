@@ -40,7 +40,8 @@ def reestimate_batch_norm(
 
     Raises:
         ConfigError: the model has no batch normalisation with statistics.
-        CalibrationError: there are no batches, or one position alone, or NaN or inf in an input (the layer is named).
+        CalibrationError: there are no batches, an input has a single position in all of them, or an input holds NaN or
+            inf (the layer is named).
 
     The model is unchanged after any error or interrupt.
 
@@ -60,11 +61,13 @@ def reestimate_batch_norm(
     }
     if folded := [name for name, norm in norms.items() if isinstance(norm, FoldedNorm)]:
         raise ConfigError(
-            f"{len(folded)} batch normalisations are folded into layers, the first is {folded[0]}: new statistics "
-            "would change the weights; update the statistics by fine-tuning"
+            f"{len(folded)} batch normalisations are folded into layers (the first is {folded[0]}), so that new "
+            "statistics would change the weights; update the statistics by fine-tuning"
         )
     if not norms:
-        raise ConfigError("the model has no batch normalisation with statistics; call this before they are merged")
+        raise ConfigError(
+            "the model has no batch normalisation with statistics; call reestimate_batch_norm before they are merged"
+        )
     with restore_on_error(state_of(norms.values())), evaluating(model), torch.no_grad():
         recorded = call_order(model, norms, given)
         check_side_by_side(model, norms, given, recorded)
@@ -112,6 +115,6 @@ class _Sums:
     def set(self, norm: Any) -> None:
         """Copy the mean and the unbiased variance into a normalisation."""
         if self.count < 2:
-            raise CalibrationError(f"{self._name}: fewer than two positions have no variance; give more examples")
+            raise CalibrationError(f"{self._name}: fewer than two positions have no variance; pass more examples")
         norm.running_mean.copy_(self.mean)
         norm.running_var.copy_(self.squares / (self.count - 1))

@@ -105,9 +105,9 @@ def improve(  # noqa: PLR0913  all but the first three by name
         Layers without a weight matrix, with a shared weight, or whose choice was undone, are listed with the reason.
 
     Raises:
-        ConfigError: an unknown step, a model without quantized weights, or a folder with several processes, or with
-            batches of more than tensors, arrays, numbers and texts in lists, tuples, mappings and dataclasses; or a
-            metric that is NaN, or gives no number.
+        ConfigError: a step is unknown; the model has no quantized weights; the metric is NaN, or no number; or there is
+            a `checkpoint`, but there are several processes, or batches hold other things than tensors, arrays, numbers
+            and texts in lists, tuples, mappings and dataclasses.
         CalibrationError: NaN or inf in an input of a batch that chooses (the layer is named), inputs without
             calibration, or a batch on which the model fails.
         CheckpointError: the folder holds a run with another model, other batches, steps or masks, or a damaged file.
@@ -128,10 +128,10 @@ def improve(  # noqa: PLR0913  all but the first three by name
     processes = Ranks(processes_of(model, group))
     with processes:  # an error of one process is raised in all
         if processes.group is not None and checkpoint is not None:
-            raise ConfigError("checkpoint= is for a single process; leave checkpoint= out, or give group=False")
+            raise ConfigError("checkpoint= is for a single process; leave checkpoint= out, or pass group=False")
         weights, chosen_steps = calibrated_weights(model, "improve"), checked_steps(steps)
         check_same(
-            processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"
+            processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "have different steps or weights"
         )
         kept = Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask, progress=progress).kept()
         distinct = kept.distinct()  # a repeated batch would judge choices that its twin made
@@ -223,7 +223,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
 def judge_of(
     model: nn.Module, held_out: HeldOut, recorded: CallOrder, processes: Ranks, metric: Metric | None = None
 ) -> OutputJudge:
-    """The judge on held-back batches. If a process has none, all batches measure the error, and nothing is undone."""
+    """A judge with the held-back batches; if a process has none, with all batches, whose error undoes nothing."""
     is_apart = all(processes.all(bool(held_out.held)))
     why_not = None if recorded.outputs_repeat else NOT_REPEATED
     batches = held_out.held if is_apart else held_out.measuring
@@ -312,7 +312,7 @@ def check_same(processes: Ranks, values: Mapping[str, str], difference: str) -> 
         if others != own:
             places = zip([*own, (None, None)], [*others, (None, None)], strict=False)
             name = next(one[0] or other[0] for one, other in places if one != other)
-            raise ConfigError(f"the processes {difference}: rank {rank} at {module_name(name or '')}")
+            raise ConfigError(f"the processes {difference}: rank {rank} differs at {module_name(name or '')}")
 
 
 def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
@@ -335,8 +335,8 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
 def _looked_at(
     model: nn.Module, weights: Mapping[str, Product], batches: KeptBatches
 ) -> tuple[dict[str, MatrixProduct], CallOrder, dict[nn.Parameter, str], Improvement]:
-    """Run all batches; returns the weights to choose, their order, the parameters that stay with the reason, and
-    a result with the weights that stay."""
+    """Run all batches; returns the weights to choose, their order, the parameters that cannot change (each with the
+    reason), and a result that lists the weights that stay."""
     layers = {path: own for path, own in weights.items() if isinstance(own, MatrixProduct) and not _why_not(own, {})}
     recorded = call_order(model, layers, batches)
     fixed = fixed_parameters(model, recorded.first)

@@ -48,7 +48,7 @@ _PARTS = 16
 
 
 def helps(before: Tensor, after: Tensor, sure: float) -> bool:
-    """Whether errors of rows fall: their sum does not rise, and the mean log ratio falls by `sure` standard errors."""
+    """Whether errors of rows fall: the sum does not rise, and the mean log ratio is `sure` standard errors below 0."""
     if before.shape != after.shape or not bool(after.isfinite().all()):
         return False
     changed = before != after
@@ -84,7 +84,8 @@ class OutputJudge:
     """Measures the error of a model's output, and the metric, before and after changes; undoes those that do not help.
 
     Args:
-        is_apart: whether the changes were made without these batches; if not, their error undoes nothing.
+        why_not: why the error of the output cannot be measured; None if it can.
+        is_apart: whether the changes were made without these batches; if not, the error on them undoes nothing.
         metric: called as metric(model), larger is better; None without a metric.
 
     Raises:
@@ -123,7 +124,7 @@ class OutputJudge:
     def keep_what_helps(
         self, changed: Mapping[nn.Module, Restore], state: Callable[[nn.Module], Restore] = lambda own: state_of([own])
     ) -> set[nn.Module]:
-        """Undo the changes of modules if they do not help together; then make those parts again that help alone.
+        """Undo all changes if they do not help together; then make them again part by part, and keep parts that help.
 
         Args:
             changed: for each module, in the order of the changes, a function that undoes its changes.
@@ -196,12 +197,12 @@ class LayerResult:
 
     Attributes:
         layer: the path of the layer.
-        before: the error of its output by rounding to nearest, as a share of the output's energy.
-        after: the same error by the chosen ranges and codes.
-        steps: the error after each step, by its name. For "smooth", "rotate" and "input", it is the share of the error
-            that is left after the step, for the first of the layers that read the input. For "bias", it is the error of
-            the nearest values with a bias that corrects the mean error; later steps have such a bias, too. "drift" has
-            no entry: it changes the target of "gptq" and the other solvers.
+        before: the error of the output if the weight is rounded to nearest, as a share of the output's energy.
+        after: the same error with the chosen ranges and codes.
+        steps: for the name of each step, the error after the step. For "smooth", "rotate" and "input", it is the share
+            of the error that is left after the step, for the first of the layers that read the input. For "bias", it is
+            the error of the nearest values with a bias that corrects the mean error; later steps have such a bias, too.
+            "drift" has no entry: it changes the target of "gptq" and the other solvers.
         note: why no values were chosen; "" otherwise.
         remarks: notes on how the values were chosen.
     """
@@ -238,13 +239,13 @@ class Improvement:
 
     Attributes:
         layers: a result for each layer.
-        before: the error of the model's output on the batches that judge, as a share of its energy (for several outputs
-            the mean share); None if it was not measured.
+        before: the error of the model's output on the batches that judge, as a share of the output's energy (for
+            several outputs the mean share); None if it was not measured.
         after: the same error with the chosen values.
         notes: other decisions, as sentences.
-        judged: on which batches the error of the model's output was measured, as text.
-        is_judged: whether the values were chosen without those batches.
-        worst: of several outputs the one with the largest error, as text.
+        judged: a text that says on which batches the error of the model's output was measured.
+        is_judged: whether the values were chosen without these batches.
+        worst: a text on the output with the largest error; "" for a single output.
         metric: the name of the metric that judged; "" without a metric.
         metric_before, metric_after: the values of the metric; None without a metric.
         path: the path of the result of `improve_folder`; None for `improve`, and in all processes but the first.
@@ -274,7 +275,7 @@ class Improvement:
 
     @property
     def remaining_error_of_layers(self) -> float:
-        """The error by the chosen weights over the error by weights rounded to nearest, each summed over the layers.
+        """The error with the chosen weights over the error with weights rounded to nearest, both summed over layers.
 
         It is 1 if no weights were chosen. The errors of layers are not the error of the model.
         """

@@ -83,7 +83,7 @@ def static_inputs(model: nn.Module) -> dict[str, Quantizer]:
 
 
 def methods_of(held: Iterable[Quantizer]) -> list[str]:
-    """The calibration methods that, with default options, give all these quantizers their scales; the used one first.
+    """The calibration methods that, with default options, give all these quantizers their scales; the last used first.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8")
     >>> used = calibrate(model, [torch.randn(64, 4)], "entropy")
@@ -262,7 +262,7 @@ class AdviceContext:
         call: the positional and keyword arguments of a call of the model; None if they are not known.
         command: returns the command that makes the model with other arguments (preset=, method=, improve=, float=,
             rule=, folds=); None if the code is Python.
-        target: the engine that will run it; None for no engine in particular.
+        target: the engine that will run the model; None for no engine in particular.
     """
 
     lost: float | None = None

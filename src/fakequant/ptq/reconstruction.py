@@ -95,14 +95,14 @@ class LearnedWeight:
         return library.fake_quantize(x, params, self.spec)
 
     def params(self) -> QParams:
-        """The parameters for the range times the learned factors; if all factors are 1, those of the quantizer."""
+        """Scale and zero point of the range times the learned factors; if all factors are 1, those of the quantizer."""
         factor = self.factor.detach()
         if bool((factor == 1).all()):
             return self._params
         return choose_qparams(Range(self._range.lo * factor, self._range.hi * factor), self.spec)
 
     def hard(self) -> Tensor:
-        """The rounded values by the present parameters, in the dtype of the weight."""
+        """The values that the present `rounding` and `factor` give, rounded, in the dtype of the weight."""
         with torch.no_grad():
             if self._mode == "relaxed":
                 return torch.where(self.rounding >= 0, self._low + self._gap, self._low).to(self._dtype)
@@ -143,14 +143,14 @@ _REGULARIZER = 10.0  # its weight, where the first loss counts as 1 for every va
 
 @dataclass(frozen=True)
 class Preset:
-    """The values that a block learns, and how.
+    """A preset of `reconstruct`: the values that a block learns, and how.
 
     A learning rate is given as the distance that a value covers if all steps go in the same direction. Rates of steps
     by sign fall linearly to 0; rates of Adam are constant.
 
     Args:
         rounding: "offset": each weight moves by up to half of a step before it is rounded (AutoRound); "relaxed": each
-            goes up or down, by a share that a regularizer drives to 0 or 1 (AdaRound); None: nearest.
+            weight goes up or down, by a share that a regularizer drives to 0 or 1 (AdaRound); None: nearest.
         ranges: how far the factor of a group's range goes; 0.0 keeps ranges.
         inputs: how far the scale of a static input quantizer goes, as a share of the scale.
         reach: how far rounding goes: offsets in steps, relaxed shares before their sigmoid.
@@ -204,8 +204,8 @@ def reconstruct_block(
 
     Args:
         block: a prepared module, calibrated if its inputs are quantized.
-        inputs: positional and keyword arguments of its calls.
-        targets: for each call the first float tensor of the output that is wanted.
+        inputs: for each call of the block, its positional and keyword arguments.
+        targets: for each call, the tensor that the first float tensor of the output should be.
         preset: a name in `PRESETS`, or a `Preset`.
         iterations: how many steps.
         seed: the seed of the order.
@@ -305,7 +305,7 @@ class _Learning:
             values = {name: learned.hard() for name, learned in self._learned.items()}
             losses = [float(self._error(values, *example)) for example in self._examples]
         if not all(map(math.isfinite, losses)):
-            raise CalibrationError("the error of its output is not finite; leave out the batch that makes it")
+            raise CalibrationError("the error of the block's output is not finite; leave out the batch that causes it")
         return sum(losses) / len(losses)
 
     def _error(self, values: dict[str, Tensor], arguments: Arguments, target: Tensor) -> Tensor:
@@ -504,7 +504,7 @@ def _learned(
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The items of lists and sequences of modules that hold quantized weights, and quantized layers outside of them.
 
-    A sequence in a sequence is looked into; any other item is a block, whatever it holds.
+    A sequence inside of a sequence is no block, but is searched, too; any other item is a block, whatever it holds.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.TransformerEncoderLayer(2, 1, 4)))
     >>> list(find_blocks(prepare(net, "INT4_WEIGHT_ONLY")))

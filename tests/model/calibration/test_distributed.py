@@ -146,7 +146,7 @@ def refused_by_improve(rank: int, own: list[Tensor], folder: Path) -> None:
     early: tuple[tuple[Any, Any, str, str], ...] = (
         ([], "fast", "improve needs batches, and got none", "the process of rank 1 failed, .*improve needs batches"),
         (own, "fsat", "unknown steps 'fsat'", "the process of rank 1 failed, .*unknown steps"),
-        (own, ["ranges"], "rank 0 at steps=", "rank 1 at steps="),
+        (own, ["ranges"], "rank 0 differs at steps=", "rank 1 differs at steps="),
     )
     for batches, steps, here, there in early:
         given, asked = (batches, steps) if rank else (own, "fast")
@@ -156,7 +156,7 @@ def refused_by_improve(rank: int, own: list[Tensor], folder: Path) -> None:
     text = "^0, batch 4: an input" if rank else "the process of rank 1 failed, .*: 0, batch 4: an input holds NaN"
     with pytest.raises(CalibrationError, match=text):
         fq.ptq.improve(model, nan, group=world, progress=False)
-    with pytest.raises(ConfigError, match=r"the processes reach other layers, .*: rank [01] at 2"):
+    with pytest.raises(ConfigError, match=r"the processes reach other layers, .*: rank [01] differs at 2"):
         fq.ptq.improve(model, own, group=world, forward=lambda m, x: m[0](x) if rank else m(x), progress=False)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
