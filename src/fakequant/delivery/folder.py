@@ -303,6 +303,26 @@ def replaced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str
     return found
 
 
+def initializes(model: nn.Module, packed: Iterable[str]) -> bool:
+    """Whether transformers initializes a model while the layers at the paths `packed` have no weight.
+
+    To load a file, it calls the initialization of the class, which keeps loaded weights. T5, DINOv2, Mamba and others
+    read `layer.weight` there, and layers with packed codes have none.
+    """
+    made = _outline_of(model)
+    layers = {} if made is None else dict(made.named_modules())
+    for path in packed:
+        if hasattr(layers.get(path), "weight"):
+            del layers[path].weight
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=()):
+            if made is not None:
+                made.initialize_weights()  # type: ignore[operator]
+    except AttributeError:
+        return False
+    return True
+
+
 def by_transformers(path: Path, dtype: torch.dtype, **options: Any) -> nn.Module:
     """The model that transformers loads from a folder, in eval mode."""
     import transformers
@@ -311,19 +331,16 @@ def by_transformers(path: Path, dtype: torch.dtype, **options: Any) -> nn.Module
     return architecture.from_pretrained(path, dtype=dtype, **options).eval()
 
 
-def _separate(model: Any) -> list[Any]:
-    """The conversions of a model's tensors to those of its files, without those that merge tensors of the model.
-
-    Codes are not merged, as of a query, a key and a value; transformers also loads tensors by their names in the model.
-    """
+def _conversions(model: Any) -> list[Any]:
+    """The conversions of a file's tensors to those of a model, which transformers reverts as it saves the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
     found = getattr(model, "_weight_conversions", None)
-    if found is None:  # as transformers saves a model that it did not load
-        held = get_model_conversion_mapping(model, add_legacy=False)
-        found = [one for one in held if not isinstance(one, PrefixChange)]
-    return [one for one in found if len(one.target_patterns) == 1]
+    if found is not None:
+        return found
+    held = get_model_conversion_mapping(model, add_legacy=False)
+    return [one for one in held if not isinstance(one, PrefixChange)]
 
 
 class FileNames:
@@ -334,7 +351,10 @@ class FileNames:
 
     Attributes:
         prefix: the text before the model's names in the file.
+        merges: whether transformers merges weights in files, so that it does not load the model with `dequantize=True`.
     """
+
+    merges = False
 
     def __init__(self, model: nn.Module, held: Iterable[str] = ()) -> None:
         self._model: Any = None
@@ -343,7 +363,11 @@ class FileNames:
             self._model = copy(model)
             parts = [(path, part) for path, part in model.named_modules() if is_of_transformers(part)]
             vars(self._model)["named_modules"] = lambda *_, **__: iter(parts)
-            vars(self._model)["_weight_conversions"] = _separate(self._model)
+            # Codes are not merged, as of a query, a key and a value; transformers also loads the names of the model.
+            found = _conversions(self._model)
+            vars(self._model)["_weight_conversions"] = [one for one in found if len(one.target_patterns) == 1]
+            sources = [one.source_patterns for one in found if len(one.target_patterns) > 1]
+            self.merges = any(name.endswith(".weight") for names in sources for name in names)
         base, own = f"{getattr(model, 'base_model_prefix', '')}.", {*model.state_dict()} if held else set[str]()
         is_below = any(name.startswith(base) and name.removeprefix(base) in own for name in held)
         self.prefix = base if self._model is not None and len(base) > 1 and is_below else ""

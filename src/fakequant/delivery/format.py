@@ -407,6 +407,7 @@ class LayeredWriter:
         in_float: weights that are written as floats with the values of their codes: tables, which programs read as
             floats, and tied weights.
         pieces: for each weight with codes, its names in files.
+        merges: as of `FileNames`.
         divided: the weights in float that files hold in pieces, as stacks of experts.
         under: for each weight that `merge_scales` merged, by name, the second-level scale that the merged weights
             share.
@@ -424,6 +425,7 @@ class LayeredWriter:
         with_tables: bool = False,
     ) -> None:
         self.state, self._names = state, FileNames(model)
+        self.merges = self._names.merges
         self.in_float = [] if with_tables else [part.weight for part in written_in_float(parts, state.shared)]
         left = {"", *self.in_float, *state.shared}
         self.coded = {part.weight: part for part in parts if part.weight not in left}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fakequant.delivery.folder import Folder, by_transformers
+from fakequant.delivery.folder import Folder, by_transformers, initializes
 from fakequant.delivery.format import LoadedFile, Part, Stored
 from fakequant.errors import CheckpointError, ConfigError, ShapeError
 from fakequant.model.config import Config, Rule, TensorConfig
@@ -502,10 +502,12 @@ OTHER_RULE = (
 )
 
 
-def needs_dequantize(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> bool:
-    """Whether transformers needs `dequantize=True` to load the same weights."""
+def needs_dequantize(
+    schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype, *, starts: bool = True
+) -> bool:
+    """Whether transformers needs `dequantize=True` to load the same weights; `starts` is of `initializes`."""
     weights = [one for one in schemes if ROLES["weight"] in one]
-    if dtype is not torch.bfloat16 and any(map(_is_decompressed_in_bfloat16, weights)):
+    if not starts or (dtype is not torch.bfloat16 and any(map(_is_decompressed_in_bfloat16, weights))):
         return True
     if any(one["format"] == PACKED and not one["weights"]["symmetric"] for one in weights):
         return True
@@ -524,15 +526,32 @@ def runs_in_bfloat16(schemes: Sequence[Scheme]) -> bool:
     return any(ROLES["input"] in one for one in weights) and all(map(_is_decompressed_in_bfloat16, weights))
 
 
-def how_to_load(schemes: Sequence[Scheme], tensors: Mapping[str, Tensor | LazyTensor], dtype: torch.dtype) -> str:
+def how_to_load(
+    schemes: Sequence[Scheme],
+    tensors: Mapping[str, Tensor | LazyTensor],
+    dtype: torch.dtype,
+    *,
+    starts: bool = True,
+    merges: bool = False,
+) -> str:
     """The conditions, for a message, under which transformers loads the same weights; "" if it always does."""
-    if not needs_dequantize(schemes, tensors, dtype):
+    if not needs_dequantize(schemes, tensors, dtype, starts=starts):
         return ""
-    if runs_in_bfloat16(schemes):
+    if merges:
+        return "in no way: it needs dequantize=True, which fails on weights that it merges in files of this class"
+    if starts and runs_in_bfloat16(schemes):
         return "in bfloat16, which the model is not; with dequantize=True it leaves inputs in float"
     if len(schemes) > 1:
         return "in part: it needs dequantize=True, and takes the scheme of one layer for all of them then"
-    return "with dequantize=True in its CompressedTensorsConfig: else it fails on zero points, or rounds scales"
+    why = (
+        "on zero points, or rounds scales" if starts else "to initialize the class, which reads weights that are packed"
+    )
+    return f"with dequantize=True in its CompressedTensorsConfig: else it fails {why}"
+
+
+def is_fp8(scheme: Scheme) -> bool:
+    """Whether a scheme quantizes weights to FP8."""
+    return (scheme["weights"]["type"], scheme["weights"]["num_bits"]) == ("float", 8)
 
 
 def decompressed(scheme: Scheme, tensors: Mapping[str, Tensor], bases: Sequence[str]) -> dict[str, Tensor]:
@@ -559,16 +578,26 @@ def computed_by_transformers(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def engine_of(path: Path, model: nn.Module, groups: Sequence[Scheme], missed: str = "") -> LoadedFile:
-    """The model that transformers loads from a folder with the schemes `groups`; `missed` is from `missed_cache`."""
+def engine_of(
+    path: Path, model: nn.Module, groups: Sequence[Scheme], packed: Iterable[str], missed: str = ""
+) -> LoadedFile:
+    """The model that transformers loads from a folder.
+
+    Args:
+        groups: the schemes of the folder.
+        packed: the paths of the layers with packed codes.
+        missed: the sentence of `missed_cache`.
+    """
     import transformers
 
     dtype = next(model.parameters()).dtype
-    coded = [one for one in groups if "weights" in one]
+    coded, starts = [one for one in groups if "weights" in one], initializes(model, packed)
     name, options, note = f"transformers {transformers.__version__}", dict[str, Any](), ""
     if any(one["weights"]["strategy"] == "tensor_group" for one in coded):
         note = "decompresses NVFP4 in bfloat16, of experts without the second-level scale"
-    elif needs_dequantize(coded, Folder(path).tensors(), dtype) and not runs_in_bfloat16(coded):
+    elif needs_dequantize(coded, Folder(path).tensors(), dtype, starts=starts) and not (
+        starts and runs_in_bfloat16(coded)
+    ):
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
         if len(coded) > 1:
             note = "dequantizes all layers by one scheme, and the file has several"

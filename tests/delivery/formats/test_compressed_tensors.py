@@ -560,6 +560,57 @@ def test_a_convolution_of_several_tensors_of_a_file_loads(tmp_path: Path) -> Non
     delivered(prepared(rules("int4 per_block(-1:32)"), net), tmp_path)
 
 
+def test_a_convolution_in_float_beside_experts_is_said(tmp_path: Path) -> None:
+    sizes = {"num_experts": 2, "num_experts_per_token": 1, "moe_intermediate_size": 32, "num_key_value_heads": 4}
+    net = language_model("kimi_linear", num_hidden_layers=2, first_k_dense_replace=0, **sizes)
+    model = prepared(fq.Config("own", [fq.Rule("*experts", weight="int4 per_block(-1:32)")]), net)
+    with pytest.warns(UserWarning, match=r"does not load model\.layers\.0\.self_attn\.conv1d\..* beside experts"):
+        folder = fq.deliver(model, tmp_path, "compressed-tensors")
+    assert torch.equal(logits(fq.read(folder)), logits(model))
+
+
+@pytest.mark.parametrize("kind", ["t5", "modernbert"])
+def test_classes_whose_initialization_reads_packed_weights(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40}
+    sizes |= {"d_model": 32, "num_layers": 1, "d_ff": 64, "num_heads": 2, "d_kv": 16} if kind == "t5" else {}
+    llama()  # imports torchvision
+    import transformers
+
+    config = transformers.AutoConfig.for_model(kind, **sizes, intermediate_size=64, pad_token_id=0)
+    net = transformers.AutoModel.from_config(config).eval()
+    layers = [fq.Rule("*", weight="int4 per_channel(0)", layers="Linear")]
+    model, before = fq.prepare(net, fq.Config("own", layers)), torch.get_rng_state()
+    with pytest.warns(
+        UserWarning, match=r"loads these files with dequantize=True .* to initialize the class, which reads"
+    ):
+        folder = fq.deliver(model, tmp_path, "compressed-tensors")
+    assert torch.equal(torch.get_rng_state(), before)
+    batch: Any = {"input_ids": torch.arange(8)[None]}
+    batch |= {"decoder_input_ids": batch["input_ids"], "use_cache": False} if kind == "t5" else {}
+    report = fq.verify_delivery(folder, model, [batch])
+    assert report.passed, str(report)
+    assert {row.differing for row in report.outputs} == {0}
+
+
+@pytest.mark.filterwarnings("default")
+def test_files_that_transformers_does_not_load_are_said(tmp_path: Path) -> None:
+    """DINOv2 reads packed weights to initialize, and dequantize=True fails on the gate and the up that it merges."""
+    llama()  # imports torchvision
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    config = transformers.Dinov2Config(**sizes, use_swiglu_ffn=True)
+    layers = [fq.Rule("*", weight="int4 per_channel(0)", layers="Linear")]
+    model = fq.prepare(transformers.Dinov2Model(config).eval(), fq.Config("own", layers))
+    with pytest.warns(
+        UserWarning, match="transformers loads these files in no way: it needs dequantize=True, which fails"
+    ):
+        folder = fq.deliver(model, tmp_path, "compressed-tensors")
+    batch = {"pixel_values": torch.randn(1, 3, 8, 8)}
+    assert not fq.verify_delivery(folder, model, [batch]).passed
+    assert torch.equal(fq.read(folder)(**batch)[0], model(**batch)[0])
+
+
 _OF_ROWS = "loads this format of stacked experts with a scale for each row alone; quantize experts in integers"
 _OF_ONE = "loads stacked experts of one scheme alone, and the model has"
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fakequant.delivery.folder import CONFIG, WEIGHTS, FileNames, Folder, config_file, is_of_transformers
+from fakequant.delivery.folder import CONFIG, WEIGHTS, FileNames, Folder, config_file, initializes, is_of_transformers
 from fakequant.delivery.format import LayeredWriter, LoadedFile, Part, Stored, dtype_of, undivided, weight_slots
 from fakequant.delivery.layered import OTHERS, CodedWeight, LayeredFormat, LayerTensors, RangeOfCall, Read, permutation
 from fakequant.delivery.schemes import (
@@ -40,6 +40,7 @@ from fakequant.delivery.schemes import (
     engine_of,
     groups_of,
     how_to_load,
+    is_fp8,
     missed_cache,
     normalized,
     reciprocal,
@@ -117,7 +118,9 @@ class CompressedTensors(LayeredFormat):
                 writer.tensors[f"{call.path}.{name[0]}_scale"] = state.tensors[f"{path}.scale"].reshape(shape)
         missed = missed_cache(call.module for call in calls if "query" not in call.operands)
         dtype = dtype_of(state, model)
-        _warn(writer, [json.loads(scheme) for scheme in groups], missed, dtype)
+        alone = {name: bases[0] for name, bases in writer.pieces.items() if len(bases) == 1}
+        packed = (writer.coded[name].path for name, base in alone.items() if f"{base}.weight_packed" in writer.tensors)
+        _warn(writer, [json.loads(scheme) for scheme in groups], missed, dtype, starts=initializes(model, packed))
         said = _quantization(groups, calls, writer)
         # The configuration must not give a weight another scheme than it has.
         folder: Any = SimpleNamespace(quantization=said, path=self.name)
@@ -222,13 +225,14 @@ class CompressedTensors(LayeredFormat):
 
     def engines(self, path: Path, model: nn.Module) -> Iterator[LoadedFile]:
         folder, names = Folder(path), FileNames(model)
-        tensors, found = folder.tensors(), {}
+        tensors, found, packed = folder.tensors(), {}, list[str]()
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, slot in weight_slots(model).items():
             if (like := parameters.get(name)) is None:
                 continue
             pieces = [key.removesuffix(".weight") for key in names.split(name, torch.empty_like(like, device="meta"))]
             scheme = scheme_for(folder, (pieces[0], slot.path), slot.classes)
+            packed += [slot.path] if f"{pieces[0]}.weight_packed" in tensors and len(pieces) == 1 else []
             if scheme is not None and scheme["weights"]["strategy"] != "tensor_group":
                 own = partial(decompressed, scheme, tensors, pieces)
                 channels = slot.operand.channels
@@ -236,7 +240,7 @@ class CompressedTensors(LayeredFormat):
         yield LoadedFile(f"{self.name} {version(self.name)}", Made(found))
         if is_of_transformers(model):
             owners = sites_entry(model).owners if folder.quantization.get("kv_cache_scheme") else ()
-            yield engine_of(path, model, groups_of(folder), missed_cache(map(model.get_submodule, owners)))
+            yield engine_of(path, model, groups_of(folder), packed, missed_cache(map(model.get_submodule, owners)))
 
 
 def _stored(part: Part, shape: Sequence[int], dtype: torch.dtype) -> Mapping[str, Stored]:
@@ -313,16 +317,20 @@ def _quantization(
     }
 
 
-def _warn(writer: LayeredWriter, schemes: Sequence[Scheme], missed: str, dtype: torch.dtype) -> None:
+def _warn(writer: LayeredWriter, schemes: Sequence[Scheme], missed: str, dtype: torch.dtype, *, starts: bool) -> None:
     """Warn once of conditions for loading the files, and of keys and values that stay in float."""
     notes = [missed] if missed else []
+    stacks = [
+        scheme for part in writer.coded.values() if part.is_stack and not isinstance(scheme := scheme_of(part), str)
+    ]
+    if writer.divided and not all(map(is_fp8, stacks)):
+        notes.append(f"transformers does not load {listed(writer.divided)} in float beside experts with such codes")
     if writer.in_float:
         notes.append(
             f"{listed(writer.in_float)} in float, with the values of the codes: programs load no quantized embeddings"
         )
-    if way := how_to_load(schemes, writer.tensors, dtype):
-        stacks = (scheme_of(part) for part in writer.coded.values() if part.is_stack)
-        is_half = any("scale_dtype" in one["weights"] for one in stacks if not isinstance(one, str))
+    if way := how_to_load(schemes, writer.tensors, dtype, starts=starts, merges=writer.merges):
+        is_half = any("scale_dtype" in one["weights"] for one in stacks)
         then = "; call to(torch.float32) on it, whose experts are in bfloat16" if is_half else ""
         notes.append(f"transformers loads these files {way}{then if dtype is torch.float32 else ''}")
     if notes:
