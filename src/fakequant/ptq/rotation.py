@@ -242,7 +242,7 @@ class Rotated:
         what: "residual stream" or "heads".
         width: the size of the rotation.
         makers: the paths of the layers and parameters that make the values.
-        readers: the paths of the layers that multiply them.
+        readers: the paths of the layers that multiply the values.
         note: why the values are not rotated; "" if they are.
     """
 
@@ -282,16 +282,17 @@ def rotate(
 ) -> Rotations:
     """Rotate the residual streams and the heads of attention of a float model, in place (QuaRot, arXiv 2404.00456).
 
-    The weights of the layers that make the values are multiplied by an orthogonal matrix, and the weights of the layers
-    that read them by its inverse. The function of the model stays, which a run with the batch checks, and large
-    channels are spread over all. One run finds the layers, by the identity of tensors. The weight and bias of a
-    normalisation go into the layers behind it. A LayerNorm becomes a torch.nn.RMSNorm: the layers before it take over
-    its subtraction of the mean.
+    The weights of the layers that make the values are multiplied by an orthogonal matrix; the weights of the layers
+    that read the values are multiplied by its inverse. The function of the model stays, which a run with the batch
+    checks, and large channels are spread over all channels. One run finds the layers, by the identity of tensors. The
+    weight and bias of a normalisation go into the layers behind it. A LayerNorm becomes a torch.nn.RMSNorm: the layers
+    before it take over its subtraction of the mean.
 
     Args:
         model: a float model; call this before `prepare`.
         batch: one batch of a data loader.
-        kind: "hadamard": with random signs, times a random rotation where the width is not a power of two; or "random".
+        kind: "hadamard": a Hadamard matrix with random signs, times a random rotation if the width is not a power of
+            two; or "random": a random rotation.
         seed: the seed of the random numbers.
         inputs, forward: as for `calibrate`. If the model also returns a cache of keys and values, let `forward` return
             the output alone: rotated heads change the cache.
@@ -434,7 +435,7 @@ def _turn(parameters: Iterable[tuple[nn.Parameter, int]], matrix: Tensor) -> Non
 
 
 class _WidthError(Exception):
-    """A module that makes values (a maker) has another number of channels than the rotation."""
+    """The error for a module that makes values (a maker) with another number of channels than the rotation."""
 
     def __init__(self, maker: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -458,7 +459,7 @@ def rotation_of(width: int, kind: str, generator: torch.Generator) -> Tensor:
 
 
 def _made_by(makers: Iterable[nn.Module | nn.Parameter], width: int) -> list[tuple[nn.Parameter, int]]:
-    """Each parameter of the makers of a stream with its axis of channels; raises _WidthError for another width."""
+    """Each parameter of the makers of a stream, with its axis of `width` channels; raises _WidthError for others."""
     found: list[tuple[nn.Parameter, int]] = []
     for maker in makers:
         if isinstance(maker, nn.Parameter):

@@ -208,7 +208,7 @@ class CallOrder:
         counts: for each batch, how often it calls each layer.
         siblings: for each layer, the layers that get the same first argument in every call, in order.
         first: the run of the first batch.
-        starts: by number of a batch, a function that restores the model's state and random numbers from before its run.
+        starts: for the number of each batch, a function that restores the state and random numbers from before its run.
         outputs_repeat: whether a second run of the first batch gives the same outputs.
     """
 
@@ -321,13 +321,13 @@ NOT_REPEATED = "a second run gives other outputs: the model keeps values outside
 
 
 class Stage(NamedTuple):
-    """A layer before which all batches that reach it have stopped.
+    """A moment of a run at which all batches that reach a layer wait before it.
 
     Attributes:
         name: the name of the layer, a key of the `layers` of the stream.
-        calls: by the number of the batch, the calls of the layer so far; the last one has not run yet.
+        calls: for the number of each batch, the calls of the layer so far; the last call has not run yet.
         is_first: whether this is the layer's first stage; a batch with another order of calls reaches a later stage.
-        added: by the number of the batch, the value to which the result of the layer is added.
+        added: for the number of each batch, the value to which the result of the layer is added.
     """
 
     name: str
@@ -581,7 +581,7 @@ class FloatTwin:
     """Iterates over the first stage of each layer in the quantized model, with its stage in the float model or None.
 
     Args:
-        parts: the module whose parameters the caller changes at a stage, by the name of the layer.
+        parts: for the name of each layer, the module whose parameters the caller changes at the layer's stage.
         with_float: the layers that need a stage of the float model; without any, the float model does not run.
         floats: the batches for the float model, in the same order, if they differ from `batches`.
     """

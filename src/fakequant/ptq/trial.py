@@ -58,13 +58,14 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Compared:
-    """The figures of one way to quantize a model, on batches that did not make it.
+    """The figures of a way to quantize a model, measured on batches that did not calibrate or improve the model.
 
     Attributes:
         preset: the name of the preset.
         method: the method of calibration.
         steps: the steps of `improve`; "" without steps.
-        error: the error of the output as a share of its energy; the mean of several outputs; NaN without float outputs.
+        error: the error of the output, as a share of the output's energy; for several outputs the mean share; NaN
+            without float outputs.
         metric: the user's metric; None without a metric.
         bits: the bits per quantized weight, with scales.
         bytes: the bytes of the quantized weights.
@@ -72,7 +73,7 @@ class Compared:
             (`set_execution(model, "auto")`); other layers simulate, which is slower than float.
         seconds: the time to prepare, calibrate and improve.
         failed: why there are no figures; "" if there are.
-        worst: of several outputs the one with the largest error, and this error.
+        worst: a text with the output that has the largest error, and this error; "" for a single output.
     """
 
     preset: str
@@ -98,7 +99,7 @@ class Compared:
 
     @property
     def shown_error(self) -> str:
-        """The error as text, with the worst of several outputs."""
+        """The error as text; of several outputs the worst is named."""
         return "-" if math.isnan(self.error) else f"{self.error:.2e}" + (f" ({self.worst})" if self.worst else "")
 
     @property
@@ -119,7 +120,7 @@ def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
 
 
 def kept_rows(file: Path, fingerprint: str, *, negated: bool = False) -> dict[Variant, Compared]:
-    """For each variant, its row of a file. A new file gets a header with `fingerprint` and `negated`.
+    """For each variant, its row in a file. A new file gets a header with `fingerprint` and `negated`.
 
     The last line may be cut off by a kill. Raises ConfigError if the file has another fingerprint or is damaged.
     """
@@ -171,8 +172,8 @@ class Preparation(NamedTuple):
         placed, example, folds = places(target), None, False
         if forward is not None and placed:
             raise ConfigError(
-                f"the target {target} places quantizers by a run with an example, and forward= says how a model is "
-                "called with a batch; give inputs= in its place"
+                f"the target {target} places quantizers by a run with an example, which forward= cannot call; pass "
+                "inputs= in place of forward="
             )
         if forward is None:
             example = next(iter(batches))
@@ -320,7 +321,7 @@ class Tried:
 
     Attributes:
         what, code: the description and the code of the change.
-        after: the error of the output after the change, as a share of its energy.
+        after: the error of the output after the change, as a share of the output's energy.
         bytes: the bytes of all weights, quantized or not.
         metric: the user's metric, measured if the change lowers the error; None otherwise.
         failed: why there are no figures; "" if there are.
@@ -343,10 +344,10 @@ class NextStep:
     """The changes tried on a model, and the one that helps most.
 
     Attributes:
-        error: the error of the output before each change, as a share of its energy; for several outputs the mean share.
-            If changes were tried, static ranges come from the batches that make the changes.
+        error: the error of the output before each change, as a share of the output's energy; for several outputs the
+            mean share. If changes were tried, static ranges come from the batches that make the changes.
         bytes: the bytes of all weights, quantized or not.
-        judged: the batches that judged, as a part of a sentence.
+        judged: a part of a sentence that says on which batches the changes were judged.
         little: whether the error is small, so that no change was tried that lowers it.
         tried: the results of the changes, in their order.
         best: the index of the change to take; None if none helps, or none was needed.
@@ -373,7 +374,7 @@ class _Side:
 
 
 class ChangeTrials:
-    """Makes changes of a quantized model one after the other, measures each, and takes it back.
+    """Makes changes of a quantized model one after the other, measures each change, and undoes it.
 
     A change costs one run of the judging batches, besides its own work. If it lowers the error, it is made again with
     the judging batches and judged by the others: ranges may fit the largest values of some batches by chance.
@@ -383,7 +384,7 @@ class ChangeTrials:
         metric: called as metric(model), larger is better, for changes that help by the error of the output.
 
     Attributes:
-        error: the error of the output before each change, as a share of its energy.
+        error: the error of the output before each change, as a share of the output's energy.
         bytes: the bytes of all weights before each change.
     """
 
@@ -412,7 +413,7 @@ class ChangeTrials:
         self._ranges, self._first, self._second = ranges, None, None
 
     def of(self, change: Change) -> Tried:
-        """Make a change, measure it, and take it back."""
+        """Make a change, measure it, and undo it."""
         what, code, model = change.what, change.code, self._model
         with warnings.catch_warnings(), restore_after(self._restore), evaluating(model):
             warnings.simplefilter("ignore")  # warnings about a model that is not kept

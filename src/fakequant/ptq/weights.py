@@ -24,7 +24,7 @@ COMPUTED = "forward computes the weight, several functions read it, or it is not
 
 
 def prepared_weights(model: Any, caller: str) -> dict[str, Product]:
-    """The quantized weights of a model, by the path of their quantizer. Raises ConfigError if there are none."""
+    """For the path of each weight's quantizer in a model: the weight. Raises ConfigError if there are none."""
     check_model(model, caller, f"{caller}(model, batches)")
     refuse_sharded(model, f"call {caller} on")
     refuse_stored(model, f"call {caller} on")
@@ -52,7 +52,7 @@ def calibrated_weights(model: Any, caller: str) -> dict[str, Product]:
 
 
 def computed_weights(model: nn.Module, weights: Container[str]) -> list[str]:
-    """The paths of quantizers of functions' weights that are not a single parameter, such as `self.weight.T`."""
+    """The paths of weights' quantizers that are not in `weights`, because of a reason in `COMPUTED`."""
     return [path for path, own in quantizers(model).items() if own.kind is Kind.WEIGHT and path not in weights]
 
 

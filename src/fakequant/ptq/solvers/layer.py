@@ -34,10 +34,10 @@ ENOUGH_ROWS = 16
 
 
 class Choice(NamedTuple):
-    """The chosen values of a weight with their scales, the change of its bias, and the errors of the layer.
+    """The chosen values of a weight with their scales, the change of the layer's bias, and the errors of the layer.
 
     Attributes:
-        rows: the number of rows that chose each matrix.
+        rows: for each matrix of the weight, the number of rows of inputs by which it was chosen.
         with_drift: whether the `InputSums` of all matrices had a `Drift`.
     """
 
@@ -52,7 +52,7 @@ class Choice(NamedTuple):
 def choose(
     name: str, product: MatrixProduct, sums: Iterable[InputSums], steps: Sequence[str], processes: Ranks
 ) -> Choice:
-    """The values of a weight with the smallest error, which is never larger than by rounding to nearest.
+    """The values of a weight with the smallest error, which is never larger than that of the nearest values.
 
     Args:
         sums: for each matrix of the weight, the `InputSums` of its rows. A matrix without rows is rounded to
@@ -191,7 +191,7 @@ SOLVERS: dict[str, Callable[[_Part], tuple[Tensor, float] | Tensor]] = {
 
 
 def _solved(problem: Problem, grid: WeightGrid, steps: Sequence[str]) -> dict[str, tuple[Tensor, float | None]]:
-    """The values [groups, outputs, columns] of each step, and their error, None if the solver computes no error."""
+    """For each step: its values [groups, outputs, columns], and their error, None if the solver computes no error."""
     groups, outputs, _ = problem.weight.shape
     found: dict[str, list[Tensor]] = {step: [] for step in steps}
     losses = dict[str, float]()
@@ -209,7 +209,7 @@ def _solved(problem: Problem, grid: WeightGrid, steps: Sequence[str]) -> dict[st
 
 
 class _How(NamedTuple):
-    """The settings by which a weight is chosen.
+    """The settings with which the values of a weight are chosen.
 
     Attributes:
         with_bias: whether the bias corrects the mean of the error.
@@ -313,7 +313,7 @@ def write(name: str, product: MatrixProduct, choice: Choice) -> None:
     codes = library.quantize(values, choice.params, spec)
     if not torch.equal(library.dequantize(codes, choice.params, spec, values.dtype), values):
         raise CalibrationError(
-            f"{module_name(name)}: its quantizer changes values that it rounded, {spec} in {values.dtype}; "
+            f"{module_name(name)}: its quantizer ({spec}) changes values in {values.dtype} that it has rounded before; "
             "convert the model to float32 first"
         )
     product.fix_codes(codes, choice.params)

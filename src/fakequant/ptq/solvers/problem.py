@@ -32,7 +32,7 @@ _BITS = 33  # steps of a bisection over all float32 numbers
 
 
 class WeightGrid:
-    """The grid of a weight [out, ...]: the values that it can have by fixed scales, as a matrix [out, columns].
+    """The grid of a weight [out, ...]: the values that it can have with fixed scales, as a matrix [out, columns].
 
     Each column is quantized by the package's own operator with the scales of its elements, so that formats and
     granularities need no special cases.
@@ -183,8 +183,9 @@ class Problem:
     the sum of y x^T. Without a drift only the first term is there.
 
     Args:
-        damping: the number added to the diagonal of the moments, as a share of its mean; None: by the number of rows.
-        share: how much of the drift solvers correct, from 0 to 1; None: by the number of rows.
+        damping: the number added to the diagonal of the moments, as a share of its mean; None: it follows from the
+            number of rows.
+        share: how much of the drift solvers correct, from 0 to 1; None: it follows from the number of rows.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class Problem:
         return found
 
     def ordered(self, group: int) -> Ordered:
-        """The factored moments of a group for `gptq`, cached in the `InputSums`, as all outputs and shares use it."""
+        """The factored moments of a group for `gptq`, cached in the `InputSums` for all outputs and shares."""
         key = group, self.damping
         if self.sums.ordered[:1] != [key]:
             self.sums.ordered[:] = [key, Ordered.of(self.sums.moments[group], self.damping)]
@@ -319,7 +320,7 @@ def factored(matrix: Tensor) -> bool:
 
 
 def _trace(matrix: Tensor, moments: Tensor) -> float:
-    """tr(M H M^T) of float32 [groups, outputs, columns] and float64 [groups, columns, columns], by products in float32.
+    """tr(M H M^T) of `matrix` M [groups, outputs, columns] and `moments` H, by products in float32.
 
     The moments are sums of such products, too. They are symmetric: each product of two columns is made once.
     """
@@ -348,7 +349,7 @@ def by_unit(values: Tensor, unit: Tensor) -> Tensor:
 
 
 def ordered(moments: Tensor, unit: Tensor, order: Tensor) -> Tensor:
-    """The upper half of moments [columns, columns] divided by a unit, as float32, with rows and columns in an order."""
+    """The upper half of moments [columns, columns] over `unit`, as float32, with rows and columns as in `order`."""
     found = torch.zeros_like(moments, dtype=torch.float32)
     for start in range(0, len(order), _ROWS):
         rows = by_unit(moments[order[start : start + _ROWS]], unit)
@@ -382,7 +383,7 @@ class Ordered(NamedTuple):
 
     @classmethod
     def of(cls, moments: Tensor, damping: float) -> Ordered:
-        """The factor of moments [columns, columns] with a damped diagonal; raises as `damped_factor`."""
+        """The factor of moments [columns, columns] with a damped diagonal; raises the errors of `damped_factor`."""
         order, unit = moments.diagonal().argsort(descending=True, stable=True).flip(0), mean_of_diagonal(moments)
         return cls(order, unit, *damped_factor(ordered(moments, unit, order), damping))
 
@@ -413,10 +414,10 @@ def gptq_and_loss(
     """The values of `gptq`, and their error.
 
     With the damped moments L L^T, columns in reverse order, and the pull B L^T, the error of a row e of W - Q is
-    |e L + b|^2 less |b|^2. Column k of e L + b is e_k L_kk + b_k plus the sum of e_i L_ik over the columns i > k, which
-    are chosen before it: so Q_k is W_k plus (that sum + b_k) / L_kk, rounded. These are the steps of GPTQ, but without
-    its inverse of the moments (arXiv 2507.18553); the error follows from the rounding errors of the columns. All is
-    float32, as are the numbers that the operator rounds: the damping bounds the condition.
+    |e L + b|^2 minus |b|^2. Column k of e L + b is e_k L_kk + b_k plus the sum S of e_i L_ik over the columns i > k,
+    which are chosen before column k. So Q_k is W_k plus (S + b_k) / L_kk, rounded. These are the steps of GPTQ, but
+    without its inverse of the moments (arXiv 2507.18553); the error follows from the rounding errors of the columns.
+    All is float32, like the numbers that the operator rounds; the damping bounds the condition number.
     """
     order, unit, factor, added = moments
     diagonal = factor.diagonal()
@@ -508,7 +509,7 @@ def adaround(
     """Values of a grid for a matrix [out, columns]: each is rounded up or down, and all are learned together.
 
     The loss is tr((Q - T) H (Q - T)^T) over that of `start`, plus a regularizer that drives values to the grid.
-    Each row keeps its start where that is better.
+    A row keeps its values of `start` if these are better.
 
     Args:
         target: the matrix T.

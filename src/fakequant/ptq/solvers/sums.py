@@ -1,4 +1,4 @@
-"""Sums over the inputs x of a layer, such as x x^T, which tell its output's error for any change of its weight."""
+"""Sums over the inputs x of a layer, such as x x^T: they give the output's error for any change of the weight."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Drift:
             self.output_squares += y.double().square().sum((1, 2))
 
     def merge_processes(self, group: dist.ProcessGroup) -> None:
-        """Merge the sums of all processes of a group; each calls this, and gets the same bits."""
+        """Merge the sums of all processes of a group; each process calls this, and gets the same bits."""
         for tensor in self.tensors():
             dist.all_reduce(tensor, group=group)
 
@@ -181,7 +181,7 @@ class InputSums:
         return found
 
     def merge_processes(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Merge the sums of all processes of a group without the drift; each calls this, and gets the same bits.
+        """Merge the sums of all processes of a group, without the drift; each process calls this, and gets equal bits.
 
         Args:
             group: a process group of torch.distributed.
@@ -230,7 +230,7 @@ class InputSums:
 class HalvedSums:
     """Adds rows to the sums over all rows, or to the sums over two halves of the rows.
 
-    The first rows of each `add` go to the first half and the last rows to the second, which gives both halves other
+    The first rows of each `add` go to the first half and the last rows to the second, so that the halves have different
     examples. A row in the middle goes to the first half if its number of positive values is odd, whichever process adds
     the row.
 
@@ -249,11 +249,11 @@ class HalvedSums:
 
     @classmethod
     def of_drift(cls, sums: InputSums, weight: Tensor) -> HalvedSums:
-        """A HalvedSums for the drift of rows whose other sums are complete, by a weight [groups, outputs, columns]."""
+        """A HalvedSums to add the drift of rows to their other sums, `sums`; `weight` is [groups, outputs, columns]."""
         return cls([one.with_drift(Drift.of(weight)) for one in sums.halves or [sums]], sums)
 
     def add(self, rows: Tensor) -> None:
-        """Add rows [groups, rows, columns]; raises as `InputSums.add`."""
+        """Add rows [groups, rows, columns]; raises the errors of `InputSums.add`."""
         for part, own in self._divided(rows):
             part.add(own)
 

@@ -39,7 +39,7 @@ WIDEST_HALVED = 2048
 
 
 class Parts:
-    """Splits the weight [out, in, ...] of a convolution by input channels into parts: [parts * out, in / parts, ...].
+    """Splits the weight [out, in, ...] of a convolution along input channels into parts [parts * out, in / parts, ...].
 
     Errors of two parts count as independent: sums of products of columns in different parts are not kept.
 
@@ -69,7 +69,7 @@ class Parts:
         cuts = [n for n in range(1, shape[1] + 1) if shape[1] % n == 0]
 
         def keeps_groups(count: int, granularity: Granularity, shape: Shape) -> bool:
-            """Whether a split cuts no group: all is one group, rows share one scale, or groups are divided whole."""
+            """Whether a split cuts no group: all is one group, or each row has one scale, or parts get whole groups."""
             groups, rows = granularity.group_shape(shape), granularity.block_shape(shape)[0]
             whole = shares or (shape[1] % groups[1] == 0 and groups[1] % count == 0)
             return max(groups) == 1 or (rows == 1 and whole)
@@ -328,7 +328,7 @@ def take_transform(layers: Sequence[MatrixProduct]) -> bool:
 def transform(layers: Sequence[MatrixProduct], inputs: Inputs, steps: Sequence[str]) -> Transformed:
     """Transform an input if that clearly lowers the error of its layers.
 
-    A transform costs an operation at run time, unless a normalisation can hold it; a costlier one must win more.
+    A transform costs an operation at run time, unless a normalisation can hold it; a costlier transform must win more.
 
     Args:
         layers: the layers that get the input; they change if a transform is found.
@@ -452,7 +452,7 @@ def set_params(layers: Iterable[MatrixProduct], params: QParams) -> None:
 
 
 class _Judge:
-    """Measures the error of the outputs of layers by a transform, on a few of the batches.
+    """Measures the error of the outputs of layers with a transform, on a few of the batches.
 
     Each batch is measured with the transform and the range that the other batches choose. So values beyond that
     range count, as they will for new data.
