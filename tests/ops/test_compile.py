@@ -63,6 +63,21 @@ def test_compiled_with_dynamic_shapes_takes_its_range_from_the_input():
         assert_same_bits(compiled(x), quantize_all(x), str(shape))
 
 
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_code_compiled_for_several_formats_has_the_eager_gradients(dynamic):
+    def quantize_twice(x, spec):
+        return fq.fake_quantize(fq.fake_quantize(x, spec, scale=0.5), spec, scale=0.25)
+
+    compiled = torch.compile(quantize_twice, backend="eager", fullgraph=True, dynamic=dynamic)
+    for spec in map(fq.QuantSpec, ("float8_e4m3fn", "float8_e5m2", "nf4", "int4")):
+        (y, dx), (compiled_y, compiled_dx) = (
+            with_gradients(lambda inputs, one=one, spec=spec: [one(inputs[0], spec)], [torch.linspace(-500, 500, 77)])
+            for one in (quantize_twice, compiled)
+        )
+        assert_same_bits(compiled_y[0], y[0], str(spec))
+        assert_same_bits(compiled_dx[0], dx[0], str(spec))
+
+
 @pytest.mark.exhaustive
 def test_compiled_with_a_learned_scale():
     x = torch.randn(2, 40_000)

@@ -11,6 +11,7 @@ import math
 import re
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
@@ -22,12 +23,34 @@ from torch import Tensor
 from fakequant.errors import QParamsError, ShapeError, SpecError
 from fakequant.numerics.division import divide
 
+# Formats keep their floats as text: torch.compile may take a float attribute for one that varies (with dynamic=True, or
+# where it compiled the same code for another format before), and fails where a second autograd function reads it.
 
-class Table(NamedTuple):
-    """The values of a table format in rising order, and the middles between them, exact in float64."""
 
-    values: tuple[float, ...]
-    middles: tuple[float, ...]
+def _text(numbers: Iterable[float]) -> str:
+    return " ".join(repr(float(number)) for number in numbers)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple([float(word) for word in text.split()])
+
+
+@dataclass(frozen=True)
+class Table:
+    """The values of a table format in rising order, and the middles between them, exact in float64; both as text."""
+
+    rising: str
+    between: str
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The values in rising order."""
+        return _numbers(self.rising)
+
+    @property
+    def middles(self) -> tuple[float, ...]:
+        """The middles between neighbouring values."""
+        return _numbers(self.between)
 
 
 class Neighbours(NamedTuple):
@@ -50,12 +73,21 @@ class Grid:
     2**(max(e, min_exponent) - mantissa_bits). A format with other values has a `table`.
     """
 
-    quant_min: float
-    quant_max: float
+    ends: str
     mantissa_bits: int | None = None
     min_exponent: int = 0
     negative_zero: bool = False
     table: Table | None = None
+
+    @property
+    def quant_min(self) -> float:
+        """The lowest code."""
+        return float(self.ends.split()[0])
+
+    @property
+    def quant_max(self) -> float:
+        """The highest code."""
+        return float(self.ends.split()[1])
 
 
 class Format(ABC):
@@ -209,7 +241,7 @@ class IntegerFormat(Format):
     has_zero_point: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "grid", Grid(self.low, self.high))
+        object.__setattr__(self, "grid", Grid(_text([self.low, self.high])))
         if not (self.low <= 0 <= self.high and self.low < self.high):
             raise SpecError(
                 f"IntegerFormat({self.low}, {self.high}): the range must contain 0 and one other code, "
@@ -234,6 +266,15 @@ class IntegerFormat(Format):
             raise SpecError(f"IntegerFormat.of({bits}): an integer format has at least 1 bit")
         low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
         return cls(low + int(narrow), high)
+
+    # Attributes: calls under an engine's arithmetic ask for them each time.
+    @property
+    def quant_min(self) -> int:
+        return self.low
+
+    @property
+    def quant_max(self) -> int:
+        return self.high
 
     @property
     def bits(self) -> int:
@@ -322,8 +363,9 @@ class TableFormat(Format):
             )
         if inexact := [v for v in self.values if struct.unpack("f", struct.pack("f", v))[0] != v]:
             raise SpecError(f"TableFormat {self.label!r}: {inexact} are not exact in float32; round them first")
-        middles = tuple(float((Fraction(low) + Fraction(high)) / 2) for low, high in itertools.pairwise(self.values))
-        object.__setattr__(self, "grid", Grid(self.values[0], self.values[-1], table=Table(self.values, middles)))
+        middles = [float((Fraction(low) + Fraction(high)) / 2) for low, high in itertools.pairwise(self.values)]
+        grid = Grid(_text([self.values[0], self.values[-1]]), table=Table(_text(self.values), _text(middles)))
+        object.__setattr__(self, "grid", grid)
 
     def __repr__(self) -> str:
         return f"TableFormat({self.label!r}, {len(self.values)} values)"
@@ -337,8 +379,13 @@ class TableFormat(Format):
         return (len(self.values) - 1).bit_length()
 
     @property
+    def _table(self) -> Table:
+        assert self.grid.table is not None, "made with the format"
+        return self.grid.table
+
+    @property
     def bound(self) -> float:
-        return max(-self.values[0], self.values[-1])
+        return max(-self.quant_min, self.quant_max)
 
     @property
     def fraction_bits(self) -> int:
@@ -350,12 +397,12 @@ class TableFormat(Format):
 
     def round(self, v: Tensor) -> Tensor:
         """The nearest value of the table; a v beyond its ends, or NaN, is returned as it is."""
-        values = torch.tensor(self.values, dtype=v.dtype, device=v.device)
+        values = torch.tensor(self._table.values, dtype=v.dtype, device=v.device)
         return torch.where(self._beyond(v), v, values[self._codes(v)])
 
     def neighbours(self, v: Tensor) -> Neighbours:
         """The values below and above v; beyond the ends of the table both are v."""
-        values = torch.tensor(self.values, dtype=torch.float64, device=v.device)
+        values = torch.tensor(self._table.values, dtype=torch.float64, device=v.device)
         exact = v.double()
         code = (torch.bucketize(exact, values, right=True) - 1).clamp(0, len(self.values) - 2)
         below, above = values[code], values[code + 1]
@@ -370,13 +417,11 @@ class TableFormat(Format):
         return self._codes(code.nan_to_num(self.quant_min)).to(torch.uint8)
 
     def from_storage(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(self.values, dtype=dtype, device=stored.device)[stored.to(torch.int64)]
+        return torch.tensor(self._table.values, dtype=dtype, device=stored.device)[stored.to(torch.int64)]
 
     def _codes(self, v: Tensor) -> Tensor:
         # float64 holds every float32 and every middle exactly, so that ties are seen as such.
-        table = self.grid.table
-        assert table is not None
-        middles = torch.tensor(table.middles, dtype=torch.float64, device=v.device)
+        middles = torch.tensor(self._table.middles, dtype=torch.float64, device=v.device)
         exact = v.double()
         below, above = torch.bucketize(exact, middles), torch.bucketize(exact, middles, right=True)
         return torch.where(above % 2 == 0, above, below)
@@ -479,7 +524,7 @@ class FloatFormat(Format):
         significand = mantissa + (1 << self.mantissa_bits if field else 0)
         largest = significand * 2.0 ** (max(field, 1) - self.exponent_bias - self.mantissa_bits)
         negative_zero = self.specials is not Specials.NEGATIVE_ZERO_IS_NAN
-        grid = Grid(-largest, largest, self.mantissa_bits, 1 - self.exponent_bias, negative_zero)
+        grid = Grid(_text([-largest, largest]), self.mantissa_bits, 1 - self.exponent_bias, negative_zero)
         object.__setattr__(self, "grid", grid)
         if not self.quant_max:
             raise SpecError(
@@ -599,7 +644,7 @@ class ExponentFormat(Format):
 
     def __post_init__(self) -> None:
         largest = 2.0**self.exponent_bias
-        object.__setattr__(self, "grid", Grid(1.0 / largest, largest, 0, -self.exponent_bias))
+        object.__setattr__(self, "grid", Grid(_text([1.0 / largest, largest]), 0, -self.exponent_bias))
 
     @property
     def name(self) -> str:
