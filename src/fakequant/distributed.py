@@ -42,7 +42,7 @@ def is_moved(model: nn.Module) -> bool:
 
 
 def first_sharded(model: nn.Module) -> str:
-    """The path of the first sharded parameter or, without any, of the first module of `fully_shard`; "" for neither."""
+    """The path of the first sharded parameter; without any, that of the first module of `fully_shard`, or ""."""
     names = (name for name, parameter in model.named_parameters() if is_sharded(parameter))
     modules = model.named_modules()
     roots = (module_name(path) for path, one in modules if _is_fully_sharded(one))
@@ -60,7 +60,7 @@ def parallel_group(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def parallel_parameters(model: nn.Module) -> dict[str, list[int]]:
-    """The parameters that `parallelize_module` split, by name, with the axes of the mesh over which it split them."""
+    """For the name of each parameter that `parallelize_module` split: the axes of the mesh over which it is split."""
     gathered = {id(p) for module in model.modules() if _is_fully_sharded(module) for p in module.parameters()}
     found: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -127,7 +127,7 @@ def processes_of(model: nn.Module, group: Any) -> dist.ProcessGroup | None:
         )
     if group is False or not dist.is_available() or not dist.is_initialized():
         if group is not False and group is not None:
-            raise ConfigError("a group was given, but torch.distributed is not initialised; call init_process_group")
+            raise ConfigError("group= was passed, but torch.distributed is not initialised; call init_process_group")
         return None
     if group is None:
         sharded = next((cast("Any", p) for p in model.parameters() if is_sharded(p)), None)
@@ -253,8 +253,8 @@ class Ranks:
     def share(self, items: Iterable[Item], work: Callable[[Item, Ranks], Result]) -> Iterator[Result]:
         """The results of a function for all items, which the processes divide; tensors in results may be on the CPU.
 
-        Each round takes an item for each process, after which they exchange the results. If a round has a single item,
-        all processes work on it, and may divide its parts.
+        Each round takes an item for each process; then the processes exchange the results. If a round has a single
+        item, all processes work on it, and may divide its parts.
 
         Args:
             items: the items, of the same number in all processes.

@@ -174,7 +174,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def renamed(old: str, new: str) -> Any:
-    """A property with the old name of an attribute, for one more release; a reader gets a warning.
+    """A property under the old name of an attribute, for one more release; reading it gives a warning.
 
     >>> class Result:
     ...     error = 0.5

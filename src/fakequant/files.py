@@ -28,7 +28,7 @@ _WRITTEN = 1 << 18
 
 
 def read_whole(path: Path) -> bytes:
-    """The content of a regular file, or of a link to one; others, such as a pipe or /dev/zero, may never end.
+    """The content of a regular file, or of a link to one; other files, such as a pipe, may never end, and are refused.
 
     Raises:
         OSError: the path is not a regular file, or cannot be read.
@@ -109,7 +109,7 @@ def temporary_file(folder: Path, parts: Iterable[bytes | memoryview], path: Path
     Args:
         folder: the folder of the file.
         parts: the parts of the content, which are made one after the other.
-        path: the file that it will replace, whose name is in messages, and whose permissions it gets.
+        path: the file that the temporary file will replace: messages have its name, and its permissions are kept.
 
     Raises:
         OutputError: the file cannot be written.
@@ -145,7 +145,7 @@ def write_in_order(files: Mapping[Path, bytes | Path], *, without_old: bool = Fa
     The last file may therefore refer to the others: when it is new, they are complete.
 
     Args:
-        files: by path, the content of a file, or the path of a `temporary_file` with the content.
+        files: for each path, the content of the file, or the path of a `temporary_file` with the content.
         without_old: whether all old files are removed, the last file first, before the first new file appears: old and
             new files are never together, even after a kill. An error restores the old files. The caller must lock the
             folder.

@@ -44,9 +44,9 @@ def fake_quantize(
     Args:
         x: a tensor of any shape that the granularity accepts, in float32, float64, float16 or bfloat16.
         spec: how to quantize, as a value or as text ("int8 per_channel(0)").
-        scale: a value for each group, in units of x per code (codes per unit of x under `Arithmetic.MULTIPLIER`): a
-            number (of Python or NumPy) or 0-d tensor per tensor, [C] per channel, or x's shape with every axis divided
-            by its block. A scale that requires grad gets its gradient (LSQ).
+        scale: a value for each group, in units of x per code (codes per unit of x under `Arithmetic.MULTIPLIER`). For
+            one scale per tensor: a number (of Python or NumPy) or 0-d tensor; for a scale per channel: [C]; else the
+            shape of x with every axis divided by its block. A scale that requires grad gets its gradient (LSQ).
         zero_point: the code of 0.0, in the shape of the scale; only if `spec.symmetric` is false.
         amax: instead of `scale`, the magnitude that is mapped to the format's largest code. If `amax` requires grad, it
             gets a gradient by the chain rule, through the scale.
@@ -178,7 +178,7 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec | str, *, dtype: 
 
 
 def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
-    """The scale and zero point of every group of x, from its range, in the shape [groups per axis].
+    """The scale and zero point of every group of x, from the group's range, in the shape [groups per axis].
 
     >>> choose_qparams(torch.tensor([-1.0, 0.5]), "int8").scale
     tensor([0.0079])
@@ -205,13 +205,13 @@ def _resolve(
     if scale is not None and amax is None:
         params = checked_params(scale, zero_point, x, spec, dtype, traced=traced)
     elif scale is not None:
-        raise QParamsError("both scale and amax were given; the scale follows from amax, so give one of them")
+        raise QParamsError("scale and amax were both given, but the scale follows from amax; pass only one of them")
     elif zero_point is not None and amax is not None:
         raise QParamsError(
-            "a zero_point was given with amax, which is for symmetric ranges; give the zero_point with a scale"
+            "a zero_point was given with amax, but amax means a symmetric range; pass the zero_point with a scale"
         )
     elif zero_point is not None:
-        raise QParamsError("a zero_point was given without a scale; give both, or neither to take them from x")
+        raise QParamsError("a zero_point was given without a scale; pass both, or neither to compute them from x")
     elif amax is not None:
         limit = fit("amax", as_tensor("amax", amax, x, dtype), x, spec)
         check_values("amax", limit, MAGNITUDE, traced=traced)

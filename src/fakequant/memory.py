@@ -45,7 +45,7 @@ def separate(tensors: Iterable[Tensor]) -> None:
 
 
 def write_back(x: Tensor, value: Tensor) -> None:
-    """Write a value that a tensor had before, also if elements of the tensor share memory.
+    """Write `value`, which `x` had before, into `x` again, also if elements of `x` share memory.
 
     >>> mean = torch.zeros(1)
     >>> write_back(mean.expand(3), torch.ones(3))

@@ -53,7 +53,7 @@ def histogram(
 
     Args:
         model: a calibrated model.
-        quantizer: its path, such as "head._input_quantizer"; `fakequant.layer_sqnr` lists them.
+        quantizer: the path of the quantizer, such as "head._input_quantizer"; `fakequant.layer_sqnr` lists all paths.
         batches, inputs, forward: as for `calibrate`. A weight needs no batches.
         bins: the number of bars.
         axes: where to draw; by default in a new figure.

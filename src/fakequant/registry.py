@@ -8,7 +8,7 @@ _waiting: list[Callable[[], object]] = []
 
 
 def import_later(load: Callable[[], object]) -> None:
-    """Postpone the import of a package that registers names; it runs before an unknown name is refused."""
+    """Postpone the import of a package that registers names; the import runs before an unknown name is refused."""
     _waiting.append(load)
 
 

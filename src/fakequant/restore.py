@@ -128,9 +128,9 @@ def structure_of(modules: Iterable[nn.Module]) -> Restore:
 
 
 def state_of(modules: Iterable[nn.Module], device: str | None = None) -> Restore:
-    """Return a function that restores like `structure_of`, and also the values of parameters and buffers.
+    """Return a function that restores what `structure_of` restores, and the values of parameters and buffers.
 
-    Tensors get memory by `separate`, so that the changes can write them.
+    Tensors whose elements share memory get new memory by `separate`, so that the changes can write them.
 
     Args:
         modules: the modules to restore.

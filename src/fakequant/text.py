@@ -39,7 +39,7 @@ def module_name(path: str) -> str:
 
 
 def listed(names: Iterable[str], most: int = 4, what: str = "more", *, between: str = ", ") -> str:
-    """The first names, and how many more there are.
+    """The first `most` names, joined by `between`, and how many more there are.
 
     >>> listed(["a", "b", "c"], 2)
     'a, b and 1 more'

@@ -115,9 +115,11 @@ def test_items_beyond_the_parameters_are_left_out() -> None:
 @pytest.mark.parametrize("batch", [(X, LABELS), [X, LABELS], (X, MASK, LABELS)], ids=["tuple", "list", "two"])
 def test_an_item_that_may_be_labels_or_an_optional_argument_is_refused(batch: Any) -> None:
     model = prepare(Masked(), presets.INT8)
-    with pytest.raises(ConfigError, match=rf"tuple of {len(batch)} items, but forward needs only 1: .* give a dict"):
+    with pytest.raises(ConfigError, match=rf"tuple of {len(batch)} items, but forward needs only 1: .* dicts of arg"):
         calibrate(model, [batch])
-    with pytest.raises(ConfigError, match=r"Give inputs=0 if it is labels, or inputs=slice\(2\) if it is an argument"):
+    with pytest.raises(
+        ConfigError, match=r"If it is labels, pass inputs=0; if it is an argument, pass inputs=slice\(2\)"
+    ):
         calibrate(model, LOADER)
     calibrate(model, [{"x": X, "mask": MASK}])
     calibrate(model, [batch], forward=lambda model, batch: model(batch[0]))

@@ -198,7 +198,11 @@ BAD_CALLS = {
         r"a zero_point was given, but int8 per_tensor is symmetric; use symmetric=False",
     ),
     "zero point without scale": (fake(spec=UINT8, zero_point=0), QParamsError, r"zero_point was given without a scale"),
-    "scale and amax": (fake(scale=1.0, amax=1.0), QParamsError, r"both scale and amax were given.*give one of them"),
+    "scale and amax": (
+        fake(scale=1.0, amax=1.0),
+        QParamsError,
+        r"scale and amax were both given, .*pass only one of them",
+    ),
     "seed of a specification that rounds to nearest": (
         fake(seed=3),
         SpecError,

@@ -1,4 +1,4 @@
-"""Run a model so that the next run starts from the same values of the model, the same batch, and random numbers."""
+"""Run a model so that the next run starts from the same values of the model, batch and random numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Changes(NamedTuple):
     """The tensors, arrays and containers that runs of a model write.
 
     Attributes:
-        things: the tensors, arrays and containers by name, and for a dict the keys that are written.
+        things: for each name, the tensor, array or container, and for a dict the keys that are written.
     """
 
     things: tuple[tuple[str, Any, tuple[Any, ...] | None], ...] = ()
@@ -79,7 +79,7 @@ class Changes(NamedTuple):
 
 
 class Values:
-    """The values of all tensors, arrays and containers that can be reached from some objects, to be restored.
+    """The stored values of all tensors, arrays and containers that can be reached from some objects, for `restore`.
 
     Modules, dicts, lists, sets, tuples and plain objects are searched. Quantizers are not, so that the data that a run
     collects in them stay.
@@ -349,10 +349,10 @@ def _kept(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class Runs:
-    """Runs models on the batches of one call, and keeps a record of what the runs write.
+    """Runs models on the batches of a `Batches`, and keeps a record of what the runs write.
 
     Attributes:
-        written: the changes by the first run or pass, by model, without changes of the batches.
+        written: for each model, what its first run or pass changes, without changes of the batches.
     """
 
     def __init__(self) -> None:
@@ -399,7 +399,7 @@ _ORIGINALS: dict[int, Any] = {}
 
 
 def original(batch: Any) -> Any:
-    """The original of a batch that was copied for a run; any other batch unchanged."""
+    """The original of a batch that was copied for a run; any other batch is returned unchanged."""
     return _ORIGINALS.get(id(batch), batch)
 
 

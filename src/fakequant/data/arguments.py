@@ -36,7 +36,7 @@ class NamedMetric:
         return self.function(model)
 
     def shown(self, value: float) -> float:
-        """A value of the metric with the sign in which it is shown; a shown figure gives the value of the metric."""
+        """A value of the metric with the sign that results show; called with a shown value, the metric's value."""
         return -value if self.negated else value
 
 

@@ -203,7 +203,7 @@ class TokenMask:
                 what = f"a dict with the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
                 what = what or f"a {type(batch).__name__}"
                 raise ConfigError(
-                    f"mask={self._key!r} is a key of dict batches, but a batch is {what}; give a function of a batch, "
+                    f"mask={self._key!r} is a key of dict batches, but a batch is {what}; pass a function of a batch, "
                     "such as mask=lambda batch: batch[1]"
                 )
             found = batch[self._key]
@@ -280,8 +280,8 @@ class TokenMask:
         shown = listed(shapes, _SHOWN)
         if not self._masked:
             raise CalibrationError(
-                f"the mask has the shape {list(self._shape)}, but no input begins with these axes: {shown}; give a "
-                "mask of shape [batch, tokens] of the model's inputs"
+                f"the mask has the shape {list(self._shape)}, but no input begins with these axes (the inputs are "
+                f"{shown}); pass a mask with the axes [batch, tokens] of the model's inputs"
             )
         warn_user(
             f"the mask [batch, tokens] fits {len(self._masked)} inputs, but not {len(shapes)} others, whose padding "
@@ -351,7 +351,7 @@ class AmbiguousBatchError(ConfigError):
 class Batches:
     """The batches of a user, how a model is called with a batch, and which tokens count.
 
-    They are iterated like the data: a stream once, without storing a batch. `kept` stores all batches in a list.
+    Iteration takes batch after batch from the data, a stream only once, and stores none. `kept` stores all batches.
 
     Args:
         data: a data loader, or another iterable of batches.
@@ -382,7 +382,9 @@ class Batches:
     ) -> None:
         refuse_tensor(data, caller)
         if inputs is not None and forward is not None:
-            raise ConfigError("inputs= and forward= both say how the model is called with a batch; give one of them")
+            raise ConfigError(
+                "inputs= and forward= both say how the model is called with a batch; pass only one of them"
+            )
         self.call: Forward = forward or partial(run_batch, inputs=inputs)
         self.mask, self.progress = TokenMask(mask), progress
         self._data, self._caller, self.runs = data, caller, Runs()
@@ -480,7 +482,7 @@ class KeptBatches(Batches):
         return found
 
     def followed_by(self, batches: Iterable[Any]) -> KeptBatches:
-        """All batches, and then the batches of an argument; raises ConfigError if the argument holds no batches."""
+        """These batches, and then those in `batches`; raises ConfigError if `batches` is not a list of batches."""
         refuse_tensor(batches, self._caller)
         others = dict(enumerate(batches, len(self)))
         self._numbers |= {id(batch): number + 1 for number, batch in others.items()}
@@ -575,9 +577,10 @@ def select_inputs(batch: Any, inputs: Inputs) -> tuple[Any, ...] | Mapping[str, 
 
     Args:
         batch: a batch of a data loader.
-        inputs: an index, such as 0: this item of a tuple or list is the only argument, or if it is a mapping, the
-            keyword arguments; a slice, such as slice(2): the two leading items are positional arguments; or a function
-            of the batch that returns positional arguments in a tuple, keyword arguments in a mapping, or one argument.
+        inputs: an index, such as 0: this item of a tuple or list is the only argument, or, if the item is a mapping,
+            holds the keyword arguments; a slice, such as slice(2): the two leading items are positional arguments; or a
+            function of the batch that returns positional arguments in a tuple, keyword arguments in a mapping, or one
+            argument.
 
     Raises:
         ConfigError: `inputs` has another type, or the batch is not a tuple or list, or has fewer items.
@@ -687,8 +690,8 @@ def _arguments(model: nn.Module, items: Sequence[Any], known: int | None) -> Seq
         leading = "inputs=0" if needed == 1 else f"inputs=slice({needed})"
         raise AmbiguousBatchError(
             f"a batch is a tuple of {len(items)} items, but forward needs only {needed}: the last item may be labels, "
-            f"or the optional argument {names[-1]!r}. Give {leading} if it is labels, or inputs=slice({len(items)}) if "
-            f"it is an argument; or give a dict of arguments ({', '.join(names)})"
+            f"or the optional argument {names[-1]!r}. If it is labels, pass {leading}; if it is an argument, pass "
+            f"inputs=slice({len(items)}), or dicts of arguments ({', '.join(names)})"
         )
     return items[: len(positional)]
 
@@ -727,7 +730,7 @@ def say(text: str) -> None:
 
 
 def tell(text: str, shown: bool | None = None) -> None:
-    """Print a line, like `say`, where `track` shows a bar; a function that gets counts gets it, too."""
+    """Pass a line to `say` if `track` would show a bar here, or if there is a function of `counting`."""
     if shown or (shown is None and (_COUNTS.get() or sys.stderr.isatty() or "ipykernel" in sys.modules)):
         say(text)
 
@@ -745,10 +748,10 @@ def length(items: Iterable[Any]) -> int | None:
 
 
 def track(items: Iterable[Item], what: str, total: int | None, shown: bool | None = None) -> Iterator[Item]:
-    """The items, with a progress bar on the error stream, which disappears when they end.
+    """The items, with a progress bar on the error stream, which disappears after the last item.
 
-    `shown` says whether to show the bar; None shows it on a terminal and in a notebook, and elsewhere, inside of
-    `counting`, passes on counts. `total` is the number of items, if it is known.
+    `shown` says whether to show the bar. None shows it on a terminal and in a notebook; elsewhere, inside of
+    `counting`, lines with the number of items go to its function. `total` is the number of items, if it is known.
     """
     counts, has_bars = (_COUNTS.get() if shown is None else None), find_spec("tqdm") is not None
     if counts is not None and not (counts.bars and has_bars and sys.stderr.isatty()):
