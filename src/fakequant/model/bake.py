@@ -219,7 +219,7 @@ def fold(model: Model) -> Model:
 
 @torch.no_grad()
 def _bake_all(groups: list[list[Product]]) -> None:
-    """Quantize the tensor that each group of products shares, in place; after an interrupt the last groups follow."""
+    """Quantize the tensor that each group of products shares, in place; an interrupt waits for the last group."""
     begun: dict[int, Tensor] = {}
     separate(weights[0].tensor for weights in groups)
 

@@ -222,7 +222,7 @@ def calibrators_of(by_value: ByValue | None, make: Callable[[], Calibrator]) -> 
 
 
 def follow_values(model: nn.Module) -> None:
-    """Make calls of the model read the values that choose ranges of its quantizers, each value once per call."""
+    """Make each call of a model read the values that choose ranges of the model's quantizers, each value once."""
     known: list[ByValue] = []
     for quantizer in quantizers(model).values():
         own = quantizer.by_value
@@ -582,7 +582,7 @@ def _under_global_scales(model: nn.Module) -> dict[str, Quantizer]:
 
 
 def _fix_global_scales(model: nn.Module, found: Mapping[str, Quantizer], given: Batches) -> None:
-    """Set the per-tensor scale of each quantizer in `found` to fit its largest magnitude in all batches."""
+    """Set the per-tensor scale of each quantizer in `found` from the largest magnitude of its inputs in all batches."""
     if not found:
         return
     largest: dict[str, Tensor] = {}

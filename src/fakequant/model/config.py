@@ -158,8 +158,8 @@ class Rule:
         ops: functions that a `forward` calls, by name ("add", "matmul", "sdpa", "cat", "softmax", "linear" ...). A rule
             with `ops` quantizes only calls of these functions; its pattern matches the path of the module whose
             `forward` calls them, or the path of one call, as "block.0._sites.add_1". In these calls `weight` quantizes
-            parameters of products, and `input` computed tensors, and constants of other functions. `prepare` then
-            needs an example.
+            the parameters of products; `input` quantizes computed tensors, and constants of other functions. `prepare`
+            then needs an example.
         optional: whether it is allowed that the rule matches nothing.
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
         output: how results are quantized; None, as in all presets, does not quantize them.
@@ -456,7 +456,7 @@ def _is_specification(text: str) -> bool:
 
 
 def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """All paths of every module; a shared module has several."""
+    """For every module, all paths of the module: a shared module has several."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)

@@ -46,9 +46,10 @@ class Engine:
             of a group, and `advise` compares the presets of a group with each other.
         files: the name of the files that the engine reads: a format of `fakequant.deliver`, or a style of
             `fakequant.export_onnx`.
-        export: the function of this package that writes the engine's files, if `fakequant.deliver` does not.
+        export: the name of the function of this package that writes the engine's files, if `fakequant.deliver` does
+            not.
         packages: the Python packages that run the files.
-        placement: returns the engine's rules for quantizers; None if only layers get quantizers.
+        placement: a function that returns the engine's rules for quantizers; None if only layers get quantizers.
         variant: called with "input", "weight" or "output" and the `TensorConfig` of a preset for that tensor; it
             returns the `TensorConfig` that the engine computes.
         tables: whether the engine loads quantized embeddings.

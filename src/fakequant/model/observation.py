@@ -139,7 +139,7 @@ class Unseen:
             warn_user(f"{text}. {cure}", CoverageWarning)
 
     def settle_zeros(self, unseen: str, ranges: dict[str, Range]) -> list[str]:
-        """Warn of inputs that were zero in every batch; in `ranges`, delete theirs, or put the siblings' there.
+        """Warn of inputs that were zero in every batch; delete their items of `ranges`, or put siblings' ranges there.
 
         Returns:
             The paths of the layers that stay in float.
@@ -249,7 +249,7 @@ def _around(path: str) -> list[str]:
 
 
 def _counts(layers: Iterable[str]) -> Counter[str]:
-    """How many of the layers are inside each module, by the module's path."""
+    """For the path of each module: how many of `layers` are inside of the module."""
     return Counter(path for name in dict.fromkeys(layers) for path in _around(name))
 
 
@@ -269,7 +269,7 @@ class _Vanishing(NamedTuple):
 class Vanishing:
     """Finds channels, and arguments of functions, that the scale rounds to 0 because larger values share the scale.
 
-    It stores the largest value of each argument of a function, and of each channel of the model's inputs, over batches.
+    It stores the largest value in all batches of each argument of a function, and of each channel of model inputs.
 
     Args:
         inputs: for each path, the input quantizer that gets a range.

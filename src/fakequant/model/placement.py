@@ -54,7 +54,8 @@ class InnerFunction(NamedTuple):
     Attributes:
         name: the name of the result's quantizer in a site of the outer function.
         function: the name of the inner function; the target may have a fixed range for it.
-        most_bits: the most bits of such codes; with more bits the engine computes the whole outer function in float.
+        most_bits: the most bits of codes that are stored; with more bits the engine computes the outer function in
+            float.
     """
 
     name: str
@@ -408,7 +409,7 @@ class _Planner:
         return False
 
     def _drop_after(self, quantized: set[int], through: frozenset[str]) -> None:
-        """Remove quantizers from operands, and from inputs of layers, if all calls get values that have a quantizer.
+        """Remove quantizers from operands, and from inputs of layers, that get quantized values in all calls.
 
         Args:
             quantized: the values that just got a quantizer.

@@ -139,7 +139,7 @@ def path_of(call: FunctionCall) -> str:
 
 
 def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: Placed | None = None) -> SitePlan:
-    """Plan the sites of a model by the rules of a configuration; calls that no rule matches get them from a target.
+    """Plan the sites of a model by the rules of a configuration; a target decides on calls that no rule matches.
 
     A module gets no sites, with a `CoverageWarning`, if two of its calls call the functions in different orders.
 
@@ -235,7 +235,7 @@ def candidates(model: nn.Module, recording: Recording) -> list[FunctionCall]:
 
 
 def operand_of(call: FunctionCall, name: str) -> SiteOperand:
-    """The description of an operand: from the call's equation, or the table of functions, or a default (list items)."""
+    """The description of an operand, by the call's equation or the table of functions; list items have a default."""
     known = {operand.name: operand for operand in SITE_FUNCTIONS[call.function].operands}
     if call.equation:
         return einsum_operand(call.equation, name, [*known].index(name) if name in known else None)
@@ -383,7 +383,7 @@ _NAMED = 3
 def with_training(
     model: nn.Module, plan: SitePlan, recording: Recording, run: Callable[[], object]
 ) -> tuple[SitePlan, list[str]]:
-    """The plan with the calls of training mode added, and a list with a line that names calls of one mode only.
+    """The plan with the calls of training mode added, and a list: empty, or with a line on calls of one mode only.
 
     A model that cannot run in training mode with the example, for lack of labels, keeps the plan of eval mode.
     """

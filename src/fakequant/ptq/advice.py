@@ -46,7 +46,7 @@ from fakequant.text import html_result, table
 
 @dataclass(frozen=True)
 class Code:
-    """The settings with which `advise` makes models; `held` has the numbers of the batches that judge, if there are."""
+    """The settings with which `advise` makes models; `held` are the numbers of the batches that judge, if any do."""
 
     preparation: Preparation
     held: Sequence[int]
@@ -232,7 +232,7 @@ class SearchOrder:
         return [best.way._replace(steps="best")]
 
     def _leading(self, presets: Sequence[str]) -> list[Compared]:
-        """The best results of the two best of `presets`; presets with equal figures count as one."""
+        """The two best of the presets' best results; presets with equal figures count as one."""
         best = [row for preset in presets if (row := self.best_of([preset])) is not None]
         unlike = {(row.error, row.bytes, row.metric): row for row in best[::-1]}
         return sorted(unlike.values(), key=lambda row: (-self.score(row), row.error))[:_TWO]

@@ -46,7 +46,7 @@ class Score:
         loss: the squared error of the model's output if this layer alone is quantized, over the output's energy.
         bits: the bits of the weight with its scales; 0 if an earlier layer has the same parameter.
         operations: bit operations of one pass over the first batch: multiply-accumulates times the bits of the weight
-            times the bits of the input; a tensor in float has 32.
+            times the bits of the input; a tensor in float counts 32 bits.
     """
 
     loss: float

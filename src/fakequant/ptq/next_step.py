@@ -482,7 +482,7 @@ class _Changes:
                 yield Change(f"Leave {path} in float", code, make)
 
     def of_size(self) -> Iterator[Change]:
-        """Changes that give a large layer with more bits the weight format of the other layers, or INT8."""
+        """Changes that give a large layer fewer bits: the weight format of the other layers, or INT8."""
         sizes = dict[str, tuple[int, int]]()  # elements and bits of layers that are quantized, or could be
         for path, layer in self.model.named_modules():
             elements = bits = 0

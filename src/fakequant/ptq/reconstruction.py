@@ -502,7 +502,7 @@ def _learned(
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The items of lists and sequences of modules that hold quantized weights, and quantized layers outside of them.
+    """Blocks by path: items of module lists and sequences that hold quantized weights, and quantized layers elsewhere.
 
     A sequence inside of a sequence is no block, but is searched, too; any other item is a block, whatever it holds.
 

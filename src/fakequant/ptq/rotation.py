@@ -485,7 +485,7 @@ class _Form(NamedTuple):
 
 
 def _form_of(norm: nn.Module, width: int) -> _Form | None:
-    """The gain and shift of a normalisation; None for another width, or if it would not commute with rotations.
+    """The gain and shift of a normalisation; None if its width is not `width`, or rotations do not commute with it.
 
     A LayerNorm commutes with rotations if the mean of its input is 0. Other classes are tried with random inputs.
     """

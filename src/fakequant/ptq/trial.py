@@ -451,7 +451,7 @@ class ChangeTrials:
         return _Side(made, outputs, before, outputs.errors_of(self._model))
 
     def _is_sure(self, change: Change, side: _Side, after: Tensor) -> bool:
-        """Whether a change lowers the error of more rows than by chance, also if both parts exchange their roles."""
+        """Whether a change lowers the error of more rows than by chance, also if both sets of batches are swapped."""
         before = side.errors.rows
         if self._is_apart:
             if self._second is None:

@@ -49,7 +49,7 @@ class Value:
     """One state of a tensor: a function that writes to a tensor makes a new value.
 
     Attributes:
-        number: the number by which calls refer to it.
+        number: the number by which calls refer to the value.
         constant: whether it is a parameter, or computed only from parameters.
         shape: the shape of the tensor.
         is_float: whether it holds floats or complex numbers.
@@ -72,7 +72,7 @@ class FunctionCall:
     Attributes:
         number: the index of this call in the run.
         owner: the path of the module whose `forward` calls the function; None if a hook calls it.
-        visit: how many calls of the owner came before the call of the owner that makes this call.
+        visit: the number of the owner's call, from 0, in which this call is made.
         function: the canonical name, or the name of torch for functions that cannot be quantized.
         index: how many calls of the function came before in the same visit.
         inputs: the values of all tensor arguments, by number.
@@ -344,7 +344,7 @@ def read_together(recording: Recording, paths: Iterable[str]) -> dict[str, list[
 class Unreached:
     """The weights that a run of a model does not reach: no function reads the weight, and its layer is not called.
 
-    Such a weight may read a value in another run, like that of an expert that got no rows, or of a head for training.
+    In another run the layer of such a weight may read a value, like an expert that got no rows, or a head for training.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)]), torch.ones(1, 4)

@@ -367,7 +367,7 @@ def quantizes(module: nn.Module) -> bool:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors in nested containers, of those that torch's pytree knows."""
+    """All tensors in containers that torch's pytree knows, however they are nested."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

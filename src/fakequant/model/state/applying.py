@@ -1,4 +1,4 @@
-"""Put a quantized state into a float model; everything is checked before the model changes."""
+"""Put a quantized state into a float model; most checks come before the model changes, and errors undo all changes."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
 
 
 class _Codes:
-    """The weights of a state, with the codes of the last weight kept: its values and its integers need one reading."""
+    """Makes lazy tensors of weights, and keeps the codes of the last weight: values and integers need one reading."""
 
     def __init__(self, weights: Mapping[str, WeightCodes]) -> None:
         self._weights, self._last = weights, ("", cast("WeightCodes", None))

@@ -94,7 +94,7 @@ class Manifest(Plan):
 
     Attributes:
         tensors: the file of the tensors.
-        previous: the tensor file that the manifest before named; this file stays until the next save.
+        previous: the tensor file of the manifest that this manifest replaced; the file stays until the next save.
         packed: for the name of each weight that is stored as codes, its entry.
     """
 
@@ -254,7 +254,7 @@ def _rules(spec: QuantSpec) -> dict[str, ScaleSpec]:
 
 
 def _bytes_of(rule: ScaleSpec, values: Tensor) -> Tensor:
-    """The codes of scales as bytes; codes under second-level scales are packed to bits, and these scales follow."""
+    """The codes of scales as bytes; with second-level scales, the codes packed to bits, and then these scales."""
     codes, shared = rule.split(values.cpu())
     if rule.format is None or shared is None:
         return codes.contiguous().view(torch.uint8)

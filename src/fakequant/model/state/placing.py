@@ -136,7 +136,7 @@ class Places:
         """Check that layers that are split over processes can be quantized.
 
         Raises:
-            CheckpointError: the split cuts through blocks, or a split layer transforms its input and needs all of it.
+            CheckpointError: the split cuts through blocks, or a split layer has a transform that needs the whole input.
         """
         for path, _, entry in plan.quantizers():
             name = self._weights.get(path, "")
@@ -447,7 +447,7 @@ def _check_learned(
 def _check_dtype(name: str, value: Tensor, wide: bool) -> None:
     if value.dtype is torch.float64 and not wide:
         raise QParamsError(
-            f"{name} is float64, as of a model that computes in float64; call model.double() before load"
+            f"{name} is float64, but the model does not compute in float64; call model.double() before load"
         )
     if value.dtype not in (torch.float32, torch.float64):
         raise QParamsError(f"{name} must be float32, got a tensor of {value.dtype}")
@@ -472,7 +472,7 @@ def _check_zero_point(spec: QuantSpec, zero_point: Tensor) -> None:
 
 
 def _check_shape(spec: QuantSpec, name: str, value: Tensor, weight: object) -> None:
-    """Raise ShapeError if `value` [groups] does not fit the weight; without a weight, if it fits no tensor at all."""
+    """Raise ShapeError if `value` [groups] does not fit the weight; without a weight, if `value` fits no tensor."""
     if isinstance(weight, Tensor):
         expected = spec.granularity.group_shape(weight.shape)
         if tuple(value.shape) != expected and not value.numel() == 1 == math.prod(expected):

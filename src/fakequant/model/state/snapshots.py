@@ -112,7 +112,7 @@ class QuantizedState(Plan):
     both, a file in one of the two.
 
     Attributes:
-        tensors: parameters and buffers by their name in the state dict, without tied names.
+        tensors: for each name in the state dict, the parameter or buffer, without further names of tied tensors.
         weights: the quantized weights as codes, by the name of the parameter. In a snapshot of a model a weight is made
             anew at each access: use it before you read the next weight, and before the model changes.
         layers: for the path of each layer, its quantizers.

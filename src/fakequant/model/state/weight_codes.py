@@ -76,8 +76,8 @@ class WeightCodes:
 class QuantizedWeights(Mapping[str, WeightCodes]):
     """The codes of a model's weights by the name of the parameter, made anew at each access.
 
-    A weight without scales gets the scales that its next call would use, which stay until the weight changes. The first
-    access checks every weight, one after the other: its codes must give the same bits.
+    A weight without scales gets the scales that its next call would use; these scales stay until the weight changes.
+    The first access checks every weight, one after the other: its codes must give the same bits.
 
     Args:
         shared: for each further name of a tied tensor, its first name.

@@ -49,7 +49,7 @@ class Distillation:
         logits: a function that returns the logits in a model's output; by default the only tensor, or `outputs.logits`.
         axis: the axis of the classes in the logits. By default it is the axis that integer labels lack: axis 1 for maps
             [N, classes, H, W] with labels [N, H, W], as for `cross_entropy`, the last axis for tokens. Without integer
-            labels it is the last of up to three axes.
+            labels it is the last axis, if there are at most three.
         mask: which tokens count, as for `calibrate`. Tokens whose integer label is not a class, such as -100 or 255,
             never count. By default all other tokens count; in a batch without integer labels, tokens that
             "attention_mask" masks do not. An output that does not begin with the mask's axes counts as a whole. If the

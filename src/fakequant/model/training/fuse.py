@@ -79,7 +79,7 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
 
     Args:
         model: a float model whose batch normalisations are in eval mode; call this before `prepare`.
-        example: an input, a tuple or a dict of inputs; with it the outputs before and after are compared.
+        example: an input, a tuple or a dict of inputs; with an example the outputs before and after are compared.
         inputs: which part of the example the model gets, as for `calibrate`.
 
     Raises:

@@ -192,7 +192,7 @@ class Training:
         calibration: further arguments of `fakequant.calibrate`, such as {"inputs": 0}. All processes of
             torch.distributed calibrate together, unless these arguments have another "group".
         scales: when scales may move.
-        method: how scales are learned with `Scales.LEARNED`, and `method_options`: see `Quantizer.learn`.
+        method, method_options: how scales are learned with `Scales.LEARNED`, see `Quantizer.learn`.
         learn_after: the share of the steps after which learned scales begin to move.
         freeze_batch_norm_after: the share of the steps after which batch statistics are frozen; 1.0 never freezes.
         teacher: a float model, "float" for a frozen copy of the model from before `prepare`, "self" for the model with

@@ -111,7 +111,8 @@ class InputSums:
         count: the number of rows of each group.
         drift: the sums over the drift of the rows; None without a drift.
         halves: the sums over two halves of the rows; empty if they are not kept. See `HalvedSums`.
-        made: makes the sums with the drift of a slice of outputs, if the drift of all takes too much memory; else None.
+        made: a function that makes the sums with the drift of a slice of outputs, if the drift of all outputs takes too
+            much memory; else None.
 
     >>> sums = InputSums()
     >>> sums.add(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
@@ -163,13 +164,13 @@ class InputSums:
         self.count += rows.shape[1]
 
     def with_drift(self, drift: Drift | None) -> InputSums:
-        """A new InputSums that shares these tensors, with another drift."""
+        """A new InputSums with the same tensors, but with another drift."""
         found = InputSums()
         vars(found).update(vars(self), drift=drift)
         return found
 
     def of_outputs(self, part: slice) -> InputSums:
-        """An InputSums that shares these tensors, with the drift of a slice of each group's outputs."""
+        """An InputSums with the same tensors, but only the drift of a slice of each group's outputs."""
         if self.made is not None:
             return self.made(part)
         drift = self.drift
