@@ -42,7 +42,7 @@ def is_moved(model: nn.Module) -> bool:
 
 
 def first_sharded(model: nn.Module) -> str:
-    """The path of the first sharded parameter; without any, that of the first module of `fully_shard`, or ""."""
+    """The path of the first sharded parameter. Without any, the first module of `fully_shard`; without both, ""."""
     names = (name for name, parameter in model.named_parameters() if is_sharded(parameter))
     modules = model.named_modules()
     roots = (module_name(path) for path, one in modules if _is_fully_sharded(one))

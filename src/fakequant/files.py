@@ -174,7 +174,7 @@ def write_in_order(files: Mapping[Path, bytes | Path], *, without_old: bool = Fa
 
 @contextmanager
 def _moved_aside(files: Mapping[Path, Path]) -> Iterator[None]:
-    """A context in which files have temporary names; at the end they are removed, or after an error restored."""
+    """A context in which files have temporary names. The files are removed on exit, or restored after an error."""
     moved: list[tuple[Path, Path]] = []
     begin, end = _TEMPORARY
     are_new = False

@@ -36,7 +36,7 @@ class NamedMetric:
         return self.function(model)
 
     def shown(self, value: float) -> float:
-        """A value of the metric with the sign that results show; called with a shown value, the metric's value."""
+        """A value of the metric with the sign that results show. A second call restores the metric's own sign."""
         return -value if self.negated else value
 
 

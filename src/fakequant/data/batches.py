@@ -499,7 +499,7 @@ class HeldOut(NamedTuple):
     Attributes:
         all: the batches of both parts.
         made: the batches that make the result.
-        held: the batches that judge the result; empty for a single batch, which is in `made`.
+        held: the batches that judge the result. It is empty for a single batch, which is then in `made`.
 
     >>> batches = HeldOut.of(Batches(list("abcde"), "improve").kept(), 4)
     >>> batches.made.numbered, batches.held.numbered
@@ -512,12 +512,12 @@ class HeldOut(NamedTuple):
 
     @classmethod
     def of(cls, batches: KeptBatches, every: int, judge: Iterable[Any] | None = None) -> HeldOut:
-        """Hold back the second of every `every` batches, up to eight batches.
+        """Hold back the second batch of each group of `every` batches; at most eight are held back.
 
         Args:
             batches: the batches, numbered from 0.
-            every: the number of batches of which one is held back.
-            judge: other batches that judge, so that none of `batches` is held back; if `[]`, no batch judges.
+            every: the number of batches in a group.
+            judge: other batches that judge, so that none of `batches` is held back; with `[]`, `held` is empty.
         """
         if judge is not None:
             both = batches.followed_by(judge)
@@ -527,12 +527,12 @@ class HeldOut(NamedTuple):
 
     @property
     def measuring(self) -> KeptBatches:
-        """The first batches of `made`, which measure the result if no batch is held back."""
+        """The first batches of `made`; they judge the result if `held` is empty."""
         return self.made.part([*self.made.numbered][:_MEASURED])
 
     @property
     def judging(self) -> KeptBatches:
-        """The batches that judge: `held`, or `measuring` if no batch is held back."""
+        """The batches that judge: `held`, or `measuring` if `held` is empty."""
         return self.held or self.measuring
 
     def __str__(self) -> str:
@@ -577,10 +577,10 @@ def select_inputs(batch: Any, inputs: Inputs) -> tuple[Any, ...] | Mapping[str, 
 
     Args:
         batch: a batch of a data loader.
-        inputs: an index, such as 0: this item of a tuple or list is the only argument, or, if the item is a mapping,
-            holds the keyword arguments; a slice, such as slice(2): the two leading items are positional arguments; or a
-            function of the batch that returns positional arguments in a tuple, keyword arguments in a mapping, or one
-            argument.
+        inputs: an index, a slice or a function. The item of a tuple or list at an index, such as 0, is the only
+            argument; an item that is a mapping holds the keyword arguments. The items in a slice, such as slice(2),
+            are positional arguments. A function of the batch returns positional arguments in a tuple, keyword arguments
+            in a mapping, or one argument.
 
     Raises:
         ConfigError: `inputs` has another type, or the batch is not a tuple or list, or has fewer items.
@@ -750,8 +750,8 @@ def length(items: Iterable[Any]) -> int | None:
 def track(items: Iterable[Item], what: str, total: int | None, shown: bool | None = None) -> Iterator[Item]:
     """The items, with a progress bar on the error stream, which disappears after the last item.
 
-    `shown` says whether to show the bar. None shows it on a terminal and in a notebook; elsewhere, inside of
-    `counting`, lines with the number of items go to its function. `total` is the number of items, if it is known.
+    `shown` says whether to show the bar. None shows the bar on a terminal and in a notebook; elsewhere, the function
+    of `counting`, if any, gets lines with the number of items. `total` is the number of items, if it is known.
     """
     counts, has_bars = (_COUNTS.get() if shown is None else None), find_spec("tqdm") is not None
     if counts is not None and not (counts.bars and has_bars and sys.stderr.isatty()):

@@ -82,7 +82,7 @@ class Allocation:
     size: int = 0
     """Bytes of all parameters of the model, as `fakequant.summary` counts them: also those that stay in float."""
     in_float: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the parameters that stay in float, by the path of the module that holds them."""
+    """For the path of each module with parameters that stay in float: the bytes of these parameters."""
 
     left = renamed("left", "why_float")
 
@@ -93,7 +93,7 @@ class Allocation:
 
     @property
     def operations_per_product(self) -> float:
-        """Bit operations of a multiply-accumulate on average: 64 where weights and inputs have 8 bits."""
+        """The mean number of bit operations of a multiply-accumulate: 64 if all weights and inputs have 8 bits."""
         return self.operations / max(1, self.products)
 
     def __repr__(self) -> str:
@@ -223,8 +223,8 @@ class Scores:
             size: the largest number of bytes of all parameters of the model, as `fakequant.summary` counts them: also
                 those that stay in float.
             loss: the largest loss; the smallest mix with at most this loss is taken.
-            operations: the largest mean of bit operations for a multiply-accumulate. It is 64 where weights and inputs
-                have 8 bits.
+            operations: the largest mean number of bit operations of a multiply-accumulate. The number is 64 if weight
+                and input have 8 bits each.
 
         Raises:
             ConfigError: not exactly one budget, a budget that is not a positive number, or no mix that fits it (the

@@ -94,7 +94,7 @@ class ChosenLayersFolder:
 
     Args:
         folder: the folder; None stores nothing.
-        run: everything on which the choices depend, as texts by name. A folder of another run is refused.
+        run: everything on which the choices depend: a text for each name. A folder of another run is refused.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, run: Mapping[str, str]) -> None:
@@ -198,7 +198,7 @@ _OUTPUT = "output in float, from another attribute of the model, inputs= or forw
 
 
 def run_of(model: nn.Module, batches: KeptBatches, steps: Iterable[str] = ()) -> dict[str, str]:
-    """Texts and digests of everything on which a run of `improve` or `compare` depends, by name.
+    """Everything on which a run of `improve` or `compare` depends: for each name, a text or a digest.
 
     The output of the first batch stands for attributes, functions and buffers that are in no state dict.
 
@@ -240,9 +240,9 @@ class ChoicesForSiblings(NamedTuple):
     """Choices made ahead for layers that are expected to read the same inputs as an earlier layer.
 
     Attributes:
-        calls: the calls of the earlier layer, by the number of the batch.
-        wanted: the calls of that layer in the float model; None if the float model did not run.
-        choices: by the name of the layer; the same names in all processes.
+        calls: for the number of each batch, the calls of the earlier layer.
+        wanted: the same for the earlier layer in the float model; None if the float model did not run.
+        choices: for the name of each layer, its choice. All processes have the same names.
     """
 
     calls: Calls
@@ -516,7 +516,7 @@ class Collector:
     def _with_drift(
         self, stage: Stage, calls: Sequence[_Call], seen: _ReadSums, added: Mapping[int, Tensor]
     ) -> InputSums:
-        """The sums with the `Drift` of their rows; without a `Drift` if that is larger than `MOST_DRIFT`."""
+        """The sums with the `Drift` of their rows; without the `Drift` if the drift is larger than `MOST_DRIFT`."""
         product, parts = self._layers[stage.name], Parts.of(self._layers[stage.name])
         weight = product.tensor.detach()
         groups, columns = product.groups * parts.count, product.columns // parts.count

@@ -299,7 +299,7 @@ def _with_drift(recorded: CallOrder, processes: Ranks) -> tuple[list[str], list[
 
 
 def _digests(weights: Mapping[str, Product], processes: Ranks) -> dict[str, str]:
-    """The digest of each weight and its format, by the path of the quantizer; {} for a single process."""
+    """For the path of each weight's quantizer, a digest of the weight and its format; {} for a single process."""
     if processes.group is None:
         return {}
     return {path: digest([str(own.quantizer.spec), own.parameter]) for path, own in weights.items()}

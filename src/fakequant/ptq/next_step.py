@@ -210,7 +210,7 @@ def rule_of(preset: Config, layer: nn.Module) -> Rule:
 
 
 def _bits(rule: Rule) -> list[int]:
-    """The bits of the weight and of the input by a rule, 0 for float."""
+    """The bits that a rule gives to the weight and to the input; 0 for float."""
     return [0 if one is None else one.spec.format.bits for one in (rule.weight, rule.input)]
 
 
@@ -291,11 +291,11 @@ def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USU
     4. If nothing helped: batch normalisations are folded, as engines fold them.
 
     Up to four batches make the changes, for example by a calibration, and up to four others measure the errors. If a
-    change of 2 or 3 lowers the error, both parts exchange their roles, and it must lower the error again. Unless
-    the model lost little, static ranges are first calibrated again, by the method that made them, on the batches that
-    make changes: then errors differ by the change, not by the data. A change costs a run of the batches that measure;
-    a preset also costs a run of the others, and `improve` its usual time. The presets of the package give at most
-    twelve changes, for any number of layers.
+    change of 2 or 3 lowers the error, the two sets of batches are swapped, and the change must lower the error again.
+    Unless the model lost little, static ranges are first calibrated again, by the method that made them, on the
+    batches that make the changes. So errors differ because of the change, not because of the data. A change costs a
+    run of the batches that measure; a preset also costs a run of the others, and `improve` its usual time. The presets
+    of the package give at most twelve changes, for any number of layers.
 
     Args:
         batches: numbered from 0. Of the first eight, those with odd numbers measure, and the others make the changes.

@@ -44,7 +44,7 @@ class LayerCall(NamedTuple):
     Attributes:
         writes: how often the first argument was written in place before the call; None if torch does not count writes.
         autocast: the device type and the dtype of autocast around the call; None if it is off.
-        bins: the bins of this call, by the value that chooses ranges, such as a timestep.
+        bins: for each value that chooses ranges, such as a timestep, the bins of this call.
     """
 
     args: tuple[Any, ...]
@@ -105,7 +105,7 @@ def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str,
     """For each layer whose result is added to a value of the same shape, the place where a run shows this value.
 
     Args:
-        layers: the paths of modules, by the names of layers.
+        layers: for the name of each layer, the path of its module.
 
     >>> from fakequant.model.run.outputs import record
     >>> class Residual(nn.Module):
@@ -140,7 +140,7 @@ def added_operands(recording: Recording, layers: Mapping[str, str]) -> dict[str,
 
 
 def _added_to(recording: Recording, value: int) -> int | None:
-    """The number of the value to which `value` is added; None if that is not the only use of `value`."""
+    """The number of the value to which `value` is added; None if this addition is not the only use of `value`."""
     shape = recording.values[value].shape
     while len(calls := recording.consumers.get(value, ())) == 1:
         (call,) = calls
@@ -341,7 +341,7 @@ class Stage(NamedTuple):
         return [call for calls in self.calls.values() for call in calls]
 
     def is_like(self, other: Stage | None) -> bool:
-        """Whether another stage is of the same layer, and each batch has called the layer as often."""
+        """Whether another stage is of the same layer, with the same number of calls by each batch."""
         if other is None or self.name != other.name or self.calls.keys() != other.calls.keys():
             return False
         return all(len(calls) == len(other.calls[number]) for number, calls in self.calls.items())
@@ -380,11 +380,11 @@ def check_side_by_side(
 
 
 class Stream:
-    """The stages of one run over all batches. It is a context, because threads wait in it.
+    """Iterates over the stages of one run over all batches. A stream is a context, because threads wait in it.
 
     Args:
         batches: the batches; all stay in memory, with the tensors of their forward passes.
-        recorded: the order of calls of the same model with these batches, or more.
+        recorded: the order of calls of the same model with at least these batches.
 
     >>> from fakequant.ptq.stream import call_order
     >>> model, batches = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [torch.ones(3, 2), torch.ones(1, 2)]
@@ -461,7 +461,7 @@ class Stream:
         return Stage(name, {lane.number: lane.calls.pop(name) for lane in here}, is_first, added)
 
     def will_run(self, name: str) -> bool:
-        """Whether a batch waits before a layer, or will call it again."""
+        """Whether a batch waits before a layer, or will call the layer again."""
         return any(lane.at == name or lane.reaches(name) for lane in self.lanes)
 
     def _seen(self, name: str, call: LayerCall) -> None:

@@ -326,7 +326,7 @@ class Tried:
         metric: the user's metric, measured if the change lowers the error; None otherwise.
         failed: why there are no figures; "" if there are.
         helps: whether the change reaches its aim, and does not lower the metric.
-        by_chance: whether the error falls only by chance: not for other batches, or on too few rows of the output.
+        by_chance: whether the error falls perhaps by chance: not on other batches, or on too few rows of the output.
     """
 
     what: str
@@ -376,8 +376,8 @@ class _Side:
 class ChangeTrials:
     """Makes changes of a quantized model one after the other, measures each change, and undoes it.
 
-    A change costs one run of the judging batches, besides its own work. If it lowers the error, it is made again with
-    the judging batches and judged by the others: ranges may fit the largest values of some batches by chance.
+    A change costs one run of the judging batches, besides its own work. A change that lowers the error is made again
+    with the judging batches and judged by the others, as ranges may fit the largest values of some batches by chance.
 
     Args:
         model: a quantized model, which is restored after each change, also after an error or an interrupt.
@@ -406,9 +406,9 @@ class ChangeTrials:
         return self._outputs.has_outputs and not any(bool(y.isnan().any()) for y in self._outputs.wanted)
 
     def take_ranges_by(self, ranges: Callable[[KeptBatches], object]) -> None:
-        """Call `ranges` before each comparison, to calibrate the model in place with the batches that make the change.
+        """Before each comparison, call `ranges` to calibrate the model in place, on the batches that make the change.
 
-        Otherwise the comparison of a change that calibrates again would measure the batches, not the change.
+        Without this, a change that calibrates again would differ from the model before by its batches, too.
         """
         self._ranges, self._first, self._second = ranges, None, None
 

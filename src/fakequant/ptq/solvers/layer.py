@@ -214,7 +214,7 @@ class _How(NamedTuple):
     Attributes:
         with_bias: whether the bias corrects the mean of the error.
         kind: the values that may be chosen: "nearest" alone, "ranges" too, or those of all steps ("solved").
-        damping, share: arguments of `Problem`; None: by the number of rows.
+        damping, share: arguments of `Problem`; None: chosen from the number of rows.
     """
 
     with_bias: bool

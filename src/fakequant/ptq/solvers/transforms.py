@@ -226,7 +226,7 @@ def parts_of(batch: Sequence[Tensor]) -> Inputs:
 
 
 def others_of(items: Sequence[T]) -> list[list[T]]:
-    """For each item, the list of all other items; for a single item, the item itself."""
+    """For each item, the list of all other items. If `items` has one item, its list holds this item."""
     return [[*items[:place], *items[place + 1 :]] or [*items] for place in range(len(items))]
 
 
@@ -311,7 +311,7 @@ class Transformed(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A transform chosen by all batches, and a function that returns the transform chosen without one batch."""
+    """A transform chosen on all batches, and a function that returns the transform chosen without a given batch."""
 
     whole: InputTransform
     without: Callable[[int], InputTransform]
