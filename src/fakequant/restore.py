@@ -73,7 +73,7 @@ def attributes_of(objects: Iterable[object], *names: str) -> Restore:
 
 
 def forwards_of(modules: Iterable[nn.Module]) -> Restore:
-    """Return a function that restores the `forward` of modules, a method of the class or an attribute of the module.
+    """Return a function that restores each module's `forward`: the method of its class, or an attribute of the module.
 
     >>> layer = nn.ReLU()
     >>> with restore_after(forwards_of([layer])):

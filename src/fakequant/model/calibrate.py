@@ -459,7 +459,7 @@ def recalibrate(
         options: options of that method.
 
     Returns:
-        The calibrators of the input quantizers by name.
+        For the path of each input quantizer: its calibrator.
 
     Raises:
         ConfigError: the calibrators collected less than the method needs, belong to another model, or are missing; or

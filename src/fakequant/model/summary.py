@@ -47,7 +47,7 @@ class Operation:
         is_product: whether quantized hardware would compute it (convolutions, matrix products, attention, recurrence).
         float_inputs: the number of its float tensor inputs that are not quantized.
         inputs: the number of its float tensor inputs.
-        multiplications: the multiply-accumulates of a product; 0 if its sizes depend on data, and for reads of a table.
+        multiplications: the multiply-accumulates of a product; 0 for embeddings, and for sizes that depend on data.
     """
 
     module: str
@@ -361,7 +361,7 @@ def warn_unregistered(model: nn.Module) -> None:
 
 
 def _held(value: Any, path: str, known: set[int]) -> dict[str, nn.Module]:
-    """The modules in a value, by path, except those with ids in `known`; their own ids are added to `known`."""
+    """For each path in a value, the module there, except modules with ids in `known`; adds the found ids to `known`."""
     if isinstance(value, nn.Module):
         new = {} if id(value) in known else {path: value}
         known |= {id(part) for part in value.modules()}
@@ -381,7 +381,7 @@ def _held(value: Any, path: str, known: set[int]) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """A layer, or a function that has quantizers: path, type, quantizers by attribute, whether it has a weight."""
+    """A layer, or a function with quantizers: its path, type and quantizers, and whether it has a weight."""
 
     name: str
     type: str

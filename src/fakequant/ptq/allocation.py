@@ -158,8 +158,8 @@ class Scores:
     def curve(self, over: str = "bits") -> list[Allocation]:
         """The best mix for every size, from small to large; each larger mix has a smaller loss.
 
-        Mixes are chosen by the sum of the scores, and then the loss of each mix is predicted, as by `predict`. This is
-        the multiple-choice knapsack problem, solved exactly by dynamic programming over sizes. The unit of sizes is
+        Mixes are chosen by the sum of the scores; then `predict` gives the loss of each mix. The choice is the
+        multiple-choice knapsack problem, solved exactly by dynamic programming over sizes. The unit of sizes is
         their common divisor, or 0.005 % of the largest size if that is larger; sizes are rounded up.
 
         Args:

@@ -486,7 +486,7 @@ def _why_pair_stays(
 
 
 def _equalize(pairs: Sequence[_Pair]) -> dict[str, float]:
-    """Scale the weights of pairs, in float64 and rounded once; returns the largest factor of each pair, by layer."""
+    """Scale the weights of pairs, in float64 and rounded once; returns the largest factor for each pair's layer."""
     layers = dict.fromkeys(layer for pair in pairs for layer in (pair.maker, *pair.readers))
     weights = {layer: cast("Tensor", layer._parameters["weight"]).detach().double() for layer in layers}
     factors: dict[str, Tensor] = {}

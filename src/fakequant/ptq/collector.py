@@ -1,4 +1,4 @@
-"""Collect inputs of layers and sums over them, choose ranges and weights by the sums, and keep choices in a folder."""
+"""Collect inputs of layers and sums over them, choose ranges and weights from them, and store choices in a folder."""
 
 from __future__ import annotations
 

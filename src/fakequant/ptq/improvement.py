@@ -1,4 +1,4 @@
-"""Choose ranges and codes of all weights of a model by the error of its layers, in the order in which they run."""
+"""Choose the ranges and codes of weights by the errors of layers' outputs, layer by layer as the model calls them."""
 
 from __future__ import annotations
 

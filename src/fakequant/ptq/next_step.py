@@ -157,7 +157,7 @@ class Provenance:
 
     @property
     def relatives(self) -> list[Config]:
-        """Other presets with the same numbers of bits: those with the same weights, then all `rivals` of these."""
+        """Other presets with as many bits: first those with the same weight format, then `rivals` of all these."""
         own = self.preset.layer_rules[0]
         rules = {one: rule for one in presets().values() if _bits(rule := one.layer_rules[0]) == _bits(own)}
         same = [one for one, rule in rules.items() if rule.weight == own.weight and rule.input != own.input]

@@ -48,7 +48,7 @@ _MOST = torch.finfo(torch.float32).max
 
 
 def learnable_weights(block: nn.Module, fixed: frozenset[nn.Parameter] = frozenset()) -> dict[str, Product]:
-    """The weights of a block whose values can be learned, by the names of their parameters."""
+    """For the name of each parameter of a block whose values can be learned: the weight."""
     names = {parameter: name for name, parameter in block.named_parameters()}
     weights = list(quantized_weights(block).values())
     used = Counter(weight.parameter for weight in weights)
@@ -488,7 +488,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
 def _learned(
     block: nn.Module, stage: Stage, targets: Sequence[Tensor], learn: Callable[..., LayerResult]
 ) -> LayerResult | None:
-    """Learn a block from the calls of a stage; returns its result, None if no call has rows."""
+    """Learn a block from the calls of a stage; returns the block's result, or None if no call has rows."""
     # An expert that gets no rows of a batch learns nothing from it.
     examples = [(call, y) for call, y in zip(stage.all_calls, targets, strict=True) if y.numel()]
     if not examples:
@@ -502,7 +502,7 @@ def _learned(
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Blocks by path: items of module lists and sequences that hold quantized weights, and quantized layers elsewhere.
+    """The path and module of each block: items of lists and sequences with quantized weights, and layers elsewhere.
 
     A sequence inside of a sequence is no block, but is searched, too; any other item is a block, whatever it holds.
 

@@ -126,7 +126,7 @@ class Distance:
         self._powers: dict[Any, Power] = {}
 
     def add(self, exact: Mapping[Any, Tensor], approximate: Mapping[Any, Tensor]) -> None:
-        """Add tensors and their approximations by name; a name that only one mapping has gets infinite noise."""
+        """Add each tensor and the approximation with the same name; a name in only one mapping gets infinite noise."""
         for name in {**exact, **approximate}:
             one, other = exact.get(name), approximate.get(name)
             if one is None or other is None:

@@ -75,14 +75,14 @@ class FunctionCall:
         visit: the number of the owner's call, from 0, in which this call is made.
         function: the canonical name, or the name of torch for functions that cannot be quantized.
         index: how many calls of the function came before in the same visit.
-        inputs: the values of all tensor arguments, by number.
-        outputs: the values of all tensors of the result, and of all tensors that the call writes to, by number.
-        operands: for each argument that could be quantized: its value; empty for functions that cannot be quantized.
+        inputs: the numbers of the values of all tensor arguments.
+        outputs: the numbers of the values of all tensors in the result, and of all tensors that the call writes to.
+        operands: for each argument that could be quantized, the number of its value; else empty.
         multiplications: the multiply-accumulates of a product; 0 for other functions, and for embeddings.
         where: the places in the code, from the call up to the owner's `forward`; empty for functions that cannot be
             quantized.
         equation: for a function whose axes depend on its arguments, the `einsum` that it computes; else empty.
-        factors: the values that a product multiplies, without its bias; empty for other functions.
+        factors: the numbers of the values that a product multiplies, without its bias; empty for other functions.
     """
 
     number: int
@@ -122,7 +122,7 @@ class ModuleCall:
     """One call of a module.
 
     Attributes:
-        path: the path of the module, the first if it has several.
+        path: the path of the module; the first path if the module has several.
         inputs: the values of all tensor arguments of its `forward`.
         first: the function calls within it are `calls[first:last]`.
         last: see `first`.

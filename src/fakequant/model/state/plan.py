@@ -35,7 +35,7 @@ ALWAYS = {"always": True}
 
 
 class UnexpectedValue(ValueError):
-    """The error for a value in a file that has not the type or range that its key requires."""
+    """A value in a file that lacks the type or the range that its key requires."""
 
 
 def keys_of(values: Any, place: str, *keys: str) -> list[Any]:
@@ -172,7 +172,7 @@ class ByValueEntry:
 
     @classmethod
     def of(cls, quantizer: Quantizer) -> ByValueEntry | None:
-        """The entry of a quantizer; None if it has a single range.
+        """The entry of a quantizer; None if the quantizer has a single range.
 
         Raises:
             ConfigError: a function chooses the range, which a file cannot store.
@@ -223,8 +223,8 @@ class TransformEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One layer: the name of its float class, its quantizers by attribute, the transform of its input or None, and how
-    gradients are quantized (None: not at all)."""
+    """One layer: the name of its float class, the quantizer in each of its attributes, the transform of its input or
+    None, and how gradients are quantized (None: not at all)."""
 
     type: str
     execution: Execution = field(default=Execution.SIMULATE, metadata=ALWAYS, kw_only=True)
@@ -255,7 +255,7 @@ class SiteEntry:
 
 @dataclass(frozen=True)
 class OwnerEntry:
-    """A module whose `forward` calls functions: its class, the order of calls, and the quantized calls by name."""
+    """A module whose `forward` calls functions: its class, the order of calls, and the quantized calls with names."""
 
     type: str
     steps: list[str]
@@ -265,7 +265,7 @@ class OwnerEntry:
 
 @dataclass(frozen=True)
 class SitesEntry:
-    """The modules that call functions with quantizers (`owners`, by path), and modules that these call (`shielded`)."""
+    """The modules that call functions with quantizers (`owners`), and the paths of modules that they call (`shielded`)."""
 
     owners: dict[str, OwnerEntry] = field(default_factory=dict, metadata=ALWAYS)
     shielded: list[str] = field(default_factory=list, metadata=ALWAYS)
@@ -327,7 +327,7 @@ def read_plan(values: Any, kind: type[P], source: object) -> P:
 
 
 def quantizer_values(quantizer: Quantizer) -> dict[str, Any]:
-    """The fields of a `QuantizerEntry` by name, from a quantizer."""
+    """For the name of each field of a `QuantizerEntry`: its value, from a quantizer."""
     learned = quantizer.learned
     return {
         "tensor": TensorConfig(quantizer.spec, quantizer.dynamic),
@@ -383,7 +383,7 @@ def sites_entry(model: nn.Module) -> SitesEntry:
 
 
 def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
-    """Raise CheckpointError if a model's modules (by path) lack the calls that an entry quantizes."""
+    """Raise CheckpointError if a model's `modules` lack the calls that an entry quantizes; keys are paths."""
     if missing := [path for path in (*entry.owners, *entry.shielded) if path not in modules]:
         raise CheckpointError(
             f"the checkpoint has modules that the model lacks: {', '.join(missing)}; make the model that was saved"

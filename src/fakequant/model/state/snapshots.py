@@ -113,12 +113,12 @@ class QuantizedState(Plan):
 
     Attributes:
         tensors: for each name in the state dict, the parameter or buffer, without further names of tied tensors.
-        weights: the quantized weights as codes, by the name of the parameter. In a snapshot of a model a weight is made
-            anew at each access: use it before you read the next weight, and before the model changes.
+        weights: for the name of each quantized parameter, its codes. In a snapshot of a model the codes are computed
+            anew at each access: use them before you read the next weight, and before the model changes.
         layers: for the path of each layer, its quantizers.
         sites: the quantizers of functions that a `forward` calls.
         shared: for each further name of a tied tensor, its name in `tensors` or `weights`.
-        versions: the versions (`_version`) of modules, by path, if they are not 1; None if they are not known.
+        versions: for the path of each module whose `_version` is not 1, its version; None if versions are not known.
         stale: the paths of quantizers of weights whose scales were made for other weights.
 
     >>> state = snapshot(prepare(nn.Sequential(nn.Linear(4, 2)), "int4_weight_only"))
@@ -459,8 +459,8 @@ def register_codec(
 
     Args:
         name: the name of the format.
-        encode: returns the files of a state, by name, in the order in which they appear; a `LazyTensor` is made while
-            it is written. It raises CheckpointError, before the work, if the format cannot hold the state.
+        encode: returns the names and contents of a state's files, in the order in which they appear. A `LazyTensor` is
+            computed while it is written. `encode` raises CheckpointError first if the format cannot hold the state.
         decode: returns the state that the files hold; a file is read when it is accessed. `apply` checks the state.
 
     Raises:
@@ -526,7 +526,7 @@ def write_folder(
     process that dies leaves all old files, all new files, or a folder without the last file.
 
     Args:
-        files: the files by name; the name of a copied file may contain a folder.
+        files: for the name of each file, its content; the name of a copied file may contain a folder.
         check: a function that is called before anything is written, and again when the folder is locked.
         progress: whether to show a progress bar of the tensors, see `track`.
 
@@ -585,7 +585,7 @@ def file_parts(path: Path) -> Iterator[bytes]:
 
 
 class _Folder(Mapping[str, "bytes | Mapping[str, Tensor]"]):
-    """The files of a folder by name, read at each access."""
+    """For the name of each file in a folder, its content, which is read at each access."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -610,5 +610,5 @@ class _Folder(Mapping[str, "bytes | Mapping[str, Tensor]"]):
 
 
 def read_folder(folder: Path) -> Mapping[str, bytes | Mapping[str, Tensor]]:
-    """The files of a folder by name, for the `decode` of a format."""
+    """For the name of each file in a folder, its content, as the `decode` of a format needs it."""
     return _Folder(folder)

@@ -74,7 +74,7 @@ class WeightCodes:
 
 
 class QuantizedWeights(Mapping[str, WeightCodes]):
-    """The codes of a model's weights by the name of the parameter, made anew at each access.
+    """For the name of each quantized parameter of a model, its codes, which are computed anew at each access.
 
     A weight without scales gets the scales that its next call would use; these scales stay until the weight changes.
     The first access checks every weight, one after the other: its codes must give the same bits.

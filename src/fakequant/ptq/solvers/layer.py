@@ -37,7 +37,7 @@ class Choice(NamedTuple):
     """The chosen values of a weight with their scales, the change of the layer's bias, and the errors of the layer.
 
     Attributes:
-        rows: for each matrix of the weight, the number of rows of inputs by which it was chosen.
+        rows: for each matrix of the weight, the number of rows of inputs from which its values were chosen.
         with_drift: whether the `InputSums` of all matrices had a `Drift`.
     """
 
