@@ -265,7 +265,7 @@ class OwnerEntry:
 
 @dataclass(frozen=True)
 class SitesEntry:
-    """The modules that call functions with quantizers (`owners`), and the paths of modules that they call (`shielded`)."""
+    """The modules that call functions with quantizers (`owners`), and the modules that owners call (`shielded`)."""
 
     owners: dict[str, OwnerEntry] = field(default_factory=dict, metadata=ALWAYS)
     shielded: list[str] = field(default_factory=list, metadata=ALWAYS)
