@@ -351,13 +351,13 @@ class FileNames:
 
     Attributes:
         prefix: the text before the model's names in the file.
-        merges: whether transformers merges weights in files, so that it does not load the model with `dequantize=True`.
+        merged: patterns of the first of the weights that transformers merges in a tensor of a file. It loads codes only
+            if these weights have codes, and not with `dequantize=True`.
     """
-
-    merges = False
 
     def __init__(self, model: nn.Module, held: Iterable[str] = ()) -> None:
         self._model: Any = None
+        self.merged: list[str] = []
         if is_of_transformers(model):
             # transformers looks for its models in a walk of all modules, for each tensor: 3 s for 128 layers.
             self._model = copy(model)
@@ -366,8 +366,12 @@ class FileNames:
             # Codes are not merged, as of a query, a key and a value; transformers also loads the names of the model.
             found = _conversions(self._model)
             vars(self._model)["_weight_conversions"] = [one for one in found if len(one.target_patterns) == 1]
-            sources = [one.source_patterns for one in found if len(one.target_patterns) > 1]
-            self.merges = any(name.endswith(".weight") for names in sources for name in names)
+            several = (one for one in found if len(one.target_patterns) > 1)
+            self.merged += [
+                one._original_target_patterns[0]
+                for one in several
+                if all(source.endswith(".weight") for source in one.source_patterns)
+            ]
         base, own = f"{getattr(model, 'base_model_prefix', '')}.", {*model.state_dict()} if held else set[str]()
         is_below = any(name.startswith(base) and name.removeprefix(base) in own for name in held)
         self.prefix = base if self._model is not None and len(base) > 1 and is_below else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -407,7 +408,8 @@ class LayeredWriter:
         in_float: weights that are written as floats with the values of their codes: tables, which programs read as
             floats, and tied weights.
         pieces: for each weight with codes, its names in files.
-        merges: as of `FileNames`.
+        merged: as of `FileNames`.
+        unmerged: those of them of which no weight has codes.
         divided: the weights in float that files hold in pieces, as stacks of experts.
         under: for each weight that `merge_scales` merged, by name, the second-level scale that the merged weights
             share.
@@ -425,17 +427,19 @@ class LayeredWriter:
         with_tables: bool = False,
     ) -> None:
         self.state, self._names = state, FileNames(model)
-        self.merges = self._names.merges
         self.in_float = [] if with_tables else [part.weight for part in written_in_float(parts, state.shared)]
         left = {"", *self.in_float, *state.shared}
         self.coded = {part.weight: part for part in parts if part.weight not in left}
-        self.tensors, self.ignored = TensorFile({}, {"format": "pt"}), list[str]()
+        self.merged = self._names.merged
+        self.unmerged = [one for one in self.merged if not any(re.search(f"{one}$", name) for name in self.coded)]
+        self.tensors, ignored = TensorFile({}, {"format": "pt"}), dict[str, None]()
         self.pieces: dict[str, list[str]] = {}
         self.divided: list[str] = []
         self.under: dict[str, Tensor] = {}
         self._made: tuple[str, dict[str, dict[str, Tensor]]] = "", {}
-        own = (path for path, _, _ in state.quantizers())
-        for name in without_quantizers([*state.tensors, *state.shared], own):
+        stacks = {name for name, slot in weight_slots(model).items() if slot.operand.is_stack}
+        quantizers = (path for path, _, _ in state.quantizers())
+        for name in without_quantizers([*state.tensors, *state.shared], quantizers):
             tensor = lazy(state.tensors, state.shared.get(name, name))
             pieces = self._names.split(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
             self.divided += [name] if len(pieces) > 1 and name not in self.coded else []
@@ -446,12 +450,15 @@ class LayeredWriter:
                     for end, one in stored(part, piece.shape, piece.dtype).items():
                         self.tensors[f"{base}.{end}"] = self._piece(name, key, one)
                     continue
-                if base != key and piece.dim() == 2 and not is_table(module_at(model, name.rpartition(".")[0])):
-                    self.ignored += dict.fromkeys([base, name.removesuffix(".weight")] if is_whole else [base])
+                path, own = key.rpartition(".")[0], name.rpartition(".")[0]
+                is_matrix = base != key and piece.dim() == 2 and not is_table(module_at(model, own))
+                if is_matrix or name in stacks:
+                    ignored |= dict.fromkeys([path, own] if is_whole else [path])
                 if name not in state.shared:
                     plain = Stored("values", piece.shape, piece.dtype)
                     is_plain = is_whole and name not in self.in_float
                     self.tensors[key] = tensor if is_plain else self._piece(name, key, plain)
+        self.ignored = [*ignored]
 
     def _piece(self, name: str, key: str, one: Stored) -> LazyTensor:
         return LazyTensor(tuple(one.shape), one.dtype, lambda: one.store(self.field(name, one.field)[key]))

@@ -532,13 +532,21 @@ def how_to_load(
     dtype: torch.dtype,
     *,
     starts: bool = True,
-    merges: bool = False,
+    merged: Sequence[str] = (),
+    unmerged: Sequence[str] = (),
 ) -> str:
-    """The conditions, for a message, under which transformers loads the same weights; "" if it always does."""
+    """The conditions, for a message, under which transformers loads the same weights; "" if it always does.
+
+    Args:
+        starts: of `initializes`.
+        merged: of `LayeredWriter`, as `unmerged`.
+    """
+    if unmerged:
+        return f"in no way: it fails on {listed(unmerged)} of this class, which it merges in files, without codes"
     if not needs_dequantize(schemes, tensors, dtype, starts=starts):
         return ""
-    if merges:
-        return "in no way: it needs dequantize=True, which fails on weights that it merges in files of this class"
+    if merged:
+        return f"in no way: it needs dequantize=True, which fails on {listed(merged)}, which it merges in files"
     if starts and runs_in_bfloat16(schemes):
         return "in bfloat16, which the model is not; with dequantize=True it leaves inputs in float"
     if len(schemes) > 1:

@@ -592,23 +592,39 @@ def test_classes_whose_initialization_reads_packed_weights(kind: str, tmp_path: 
     assert {row.differing for row in report.outputs} == {0}
 
 
-@pytest.mark.filterwarnings("default")
-def test_files_that_transformers_does_not_load_are_said(tmp_path: Path) -> None:
-    """DINOv2 reads packed weights to initialize, and dequantize=True fails on the gate and the up that it merges."""
+@pytest.mark.parametrize(
+    ("gated", "input", "reason"),
+    [
+        (True, None, r"it needs dequantize=True, which fails on mlp\.gate_proj\.weight, which it merges in files"),
+        (False, "int8", r"it fails on mlp\.gate_proj\.weight of this class, which it merges in files, without codes"),
+    ],
+)
+def test_files_that_transformers_does_not_load(gated: bool, input: str | None, reason: str, tmp_path: Path) -> None:
+    """DINOv2 reads packed weights to initialize; transformers merges a gate and an up that only some models have."""
     llama()  # imports torchvision
     import transformers
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-    config = transformers.Dinov2Config(**sizes, use_swiglu_ffn=True)
-    layers = [fq.Rule("*", weight="int4 per_channel(0)", layers="Linear")]
-    model = fq.prepare(transformers.Dinov2Model(config).eval(), fq.Config("own", layers))
-    with pytest.warns(
-        UserWarning, match="transformers loads these files in no way: it needs dequantize=True, which fails"
-    ):
+    config = transformers.Dinov2Config(**sizes, use_swiglu_ffn=gated)
+    layers = [fq.Rule("*", weight="int4 per_channel(0)", input=input, layers="Linear")]
+    model, batch = (
+        fq.prepare(transformers.Dinov2Model(config).eval(), fq.Config("own", layers)),
+        torch.randn(1, 3, 8, 8),
+    )
+    fq.calibrate(model, [batch])
+    with pytest.warns(UserWarning, match=f"transformers loads these files in no way: {reason}"):
         folder = fq.deliver(model, tmp_path, "compressed-tensors")
-    batch = {"pixel_values": torch.randn(1, 3, 8, 8)}
     assert not fq.verify_delivery(folder, model, [batch]).passed
-    assert torch.equal(fq.read(folder)(**batch)[0], model(**batch)[0])
+    assert torch.equal(fq.read(folder)(batch)[0], model(batch)[0])
+
+
+def test_experts_in_one_tensor_stay_in_float(tmp_path: Path) -> None:
+    """GPT-OSS has its experts as [in, out], which no file has as codes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_local_experts": 2, "head_dim": 16}
+    net = language_model("gpt_oss", **sizes, num_experts_per_tok=1)
+    model = prepared(rules("int8 per_channel(0)"), net)
+    folder, _ = delivered(model, tmp_path)
+    assert "model.layers.0.mlp.experts" in quantization(folder)["ignore"]
 
 
 _OF_ROWS = "loads this format of stacked experts with a scale for each row alone; quantize experts in integers"

@@ -329,7 +329,8 @@ def _warn(writer: LayeredWriter, schemes: Sequence[Scheme], missed: str, dtype: 
         notes.append(
             f"{listed(writer.in_float)} in float, with the values of the codes: programs load no quantized embeddings"
         )
-    if way := how_to_load(schemes, writer.tensors, dtype, starts=starts, merges=writer.merges):
+    way = how_to_load(schemes, writer.tensors, dtype, starts=starts, merged=writer.merged, unmerged=writer.unmerged)
+    if way:
         is_half = any("scale_dtype" in one["weights"] for one in stacks)
         then = "; call to(torch.float32) on it, whose experts are in bfloat16" if is_half else ""
         notes.append(f"transformers loads these files {way}{then if dtype is torch.float32 else ''}")
