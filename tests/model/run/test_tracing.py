@@ -101,6 +101,37 @@ def test_what_cannot_be_left_out_is_one_error_that_says_what_to_do() -> None:
         fq.ir.capture(calibrated(), {"ids": IDS, "use_cache": True})
 
 
+class Passing(torch.nn.Module):
+    """A model that passes its arguments on to a function."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.linear, self.result = torch.nn.Linear(4, 4), result
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.result(self._computed(*args, **kwargs))
+
+    def _computed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_a_result_that_is_no_cache_is_named() -> None:
+    with pytest.raises(
+        ExportError, match=r"returns a types\.SimpleNamespace, which torch.export does not know; let it"
+    ):
+        fq.ir.capture(fq.prepare(Passing(lambda y: SimpleNamespace(y=y)), "int8_weight_only"), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("shapes", [({0: "batch"},), ("batch",), {"args": {0: "batch"}}])
+def test_axes_for_arguments_of_any_number(shapes: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = fq.prepare(Passing(torch.relu), "int8_weight_only")
+    with pytest.raises(
+        ExportError, match=r"dynamic_shapes has .* for an argument that is a tuple; give .* for \*inputs"
+    ):
+        fq.export_onnx(model, torch.ones(2, 4), tmp_path / "m.onnx", dynamic_shapes=shapes)
+
+
 def test_decoders_of_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("onnxruntime")

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from fakequant.data.again import Values
 from fakequant.data.batches import OF_TORCH, Arguments
-from fakequant.errors import CalibrationError, ConfigError, ExportError, FakeQuantError, GraphError, warn_user
+from fakequant.errors import CalibrationError, ConfigError, ExportError, FakeQuantError, GraphError, shown, warn_user
 from fakequant.restore import restore_after, structure_of
 from fakequant.text import listed, module_name
 
@@ -187,7 +187,11 @@ def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProg
         if (found := _UNKNOWN_OUTPUT.search(str(error))) is None:
             raise
         parameters = inspect.signature(model.forward).parameters
-        if _CACHE in kwargs or not any(p.name == _CACHE or p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        is_cache = (
+            "cache" in found["name"].lower()
+        )  # other results of a model that passes keywords on have none to leave out
+        takes = (p.name == _CACHE or (is_cache and p.kind is p.VAR_KEYWORD) for p in parameters.values())
+        if _CACHE in kwargs or not any(takes):
             raise ExportError(
                 f"the model returns a {found['name']}, which torch.export does not know; let it return tensors, and "
                 "tuples, lists and dicts of them. A decoder returns no cache if the example is a dict with "
@@ -245,16 +249,22 @@ def separate(example: Any) -> Any:
 
 def _single(x: Any, shapes: Any) -> Iterator[tuple[Tensor, int]]:
     """The tensors in an argument that have a dynamic axis of length 1, each with the number of this axis."""
-    if shapes is None:
+    if shapes is None or not isinstance(x, (Tensor, Mapping, list, tuple)):
         return
+    kinds = (Mapping, list, tuple)
+    if not isinstance(shapes, kinds if isinstance(x, Tensor) else Mapping if isinstance(x, Mapping) else kinds[1:]):
+        raise ExportError(
+            f"dynamic_shapes has {shown(shapes)} for an argument that is a {type(x).__name__}; give a dict of axes for "
+            "each tensor, in lists and dicts like the arguments: ({0: 'batch'},); (({0: 'batch'},),) for *inputs"
+        )
     items = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes)
     if isinstance(x, Tensor):
         static = (None, torch.export.Dim.STATIC)
         found = [axis for axis, dim in items if dim not in static and not isinstance(dim, int) and x.shape[axis] == 1]
         yield from ((x, axis) for axis in found)
-    elif isinstance(x, (Mapping, list, tuple)):
-        for key, own in items:
-            yield from _single(x[key], own)
+        return
+    for key, own in items:
+        yield from _single(x[key], own)
 
 
 @contextmanager
