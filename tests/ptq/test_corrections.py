@@ -99,7 +99,7 @@ def test_what_is_refused_leaves_the_model_as_it_was() -> None:
     for given, kind, said in (
         (damaged, CalibrationError, r"^1, batch 2: an input holds NaN or inf"),
         ([], CalibrationError, "needs batches, and got none"),
-        (batches()[:1], CalibrationError, r"^8: fewer than two positions"),
+        (batches()[:1], CalibrationError, r"^8 got fewer than two positions"),
         (batches()[0], ConfigError, r"give a list: \[tensor\]"),
     ):
         with unchanged(model), pytest.raises(kind, match=said):

@@ -243,7 +243,7 @@ def observed(quantizer: Quantizer) -> bool:
 
 
 def _around(path: str) -> list[str]:
-    """The paths of the modules around a path, the outermost first, without the model."""
+    """The paths of all modules that contain the module at `path`, the outermost first, except the model itself."""
     parts = path.split(".")
     return [".".join(parts[:place]) for place in range(1, len(parts))]
 

@@ -589,7 +589,7 @@ class _Call(NamedTuple):
 
 
 class _ReadSums(NamedTuple):
-    """The places of the input tensors that groups of outputs read, and the `InputSums` of each tensor."""
+    """For each group of outputs: the index of the input tensor that the group reads, and the tensor's `InputSums`."""
 
     reads: tuple[int, ...]
     sums: list[InputSums]

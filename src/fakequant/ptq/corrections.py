@@ -115,6 +115,8 @@ class _Sums:
     def set(self, norm: Any) -> None:
         """Copy the mean and the unbiased variance into a normalisation."""
         if self.count < 2:
-            raise CalibrationError(f"{self._name}: fewer than two positions have no variance; pass more examples")
+            raise CalibrationError(
+                f"{self._name} got fewer than two positions, so there is no variance; pass more examples"
+            )
         norm.running_mean.copy_(self.mean)
         norm.running_var.copy_(self.squares / (self.count - 1))

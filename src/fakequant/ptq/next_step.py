@@ -59,7 +59,7 @@ def kinds_of(target: str | None) -> Sequence[Sequence[str]]:
 
 
 def rivals(names: Iterable[str]) -> set[str]:
-    """These presets, and all presets that an engine lists in the same kind as one of them.
+    """The presets `names`, and all presets in a group with one of them: a group of an engine, `_ANY` or `_BLOCKS`.
 
     >>> sorted(rivals(["W8A8_DYNAMIC"]))
     ['FP8_DYNAMIC', 'W8A8_DYNAMIC']
@@ -369,7 +369,7 @@ class _Changes:
         self._seen = dict[int, dict[str, Calibrator]]()  # by the batches
 
     def take_ranges(self, batches: KeptBatches, method: str | None = None) -> None:
-        """Set the ranges of inputs to those of a method on these batches, by default the method that made the model."""
+        """Set the ranges of inputs on `batches` by a method of calibration; by default by the method used before."""
         if (key := id(batches)) not in self._seen:
             found = quantizers(self.model)
             owners = [self.model.get_submodule(layer_of(name)) for name in found]

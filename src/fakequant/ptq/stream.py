@@ -69,7 +69,7 @@ class LayerCall(NamedTuple):
         return self.args[0] if self.args else next(iter(self.kwargs.values()), None)
 
     def kept(self) -> LayerCall:
-        """The call with copies of its tensors, as the model may write into them after the call: `x += layer(x)`."""
+        """The call with copies of its tensors, because the model may write into them later, as in `x += layer(x)`."""
         tensors = {id(leaf): leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)}
         copies = {place: tensor.clone() for place, tensor in tensors.items()}
         args, kwargs = tree_map_only(Tensor, lambda x: copies[id(x)], (self.args, self.kwargs))

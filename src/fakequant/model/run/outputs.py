@@ -100,7 +100,7 @@ class Power:
 
     @property
     def share(self) -> float:
-        """The noise over the signal; 1 for noise without a signal."""
+        """The power of the noise divided by the power of the signal; 1 for noise without a signal."""
         if self.noise == 0.0 or math.isinf(self.noise):
             return self.noise
         return self.noise / self.signal if self.signal else 1.0

@@ -1,8 +1,8 @@
 """Records a run of a model: every call of a torch function or a module, and the data flow.
 
-Nothing is traced: the model runs once, unchanged, so that everything that runs can be recorded. The call that made a
-tensor is known by the identity of the tensor, which may be freed. A write to a tensor makes a new value of this tensor
-and of all tensors that share its memory. A call that returns its argument unchanged, as `x.float()` may, is left out.
+Nothing is traced: the model runs once, unchanged, so that everything that runs can be recorded. Tensors are recognised
+by their identity, and may be freed during the run. A write to a tensor makes a new value of this tensor and of all
+tensors that share its memory. A call that returns its argument unchanged, as `x.float()` may, is left out.
 """
 
 from __future__ import annotations

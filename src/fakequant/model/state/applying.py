@@ -300,7 +300,7 @@ def _tensors(model: nn.Module, state: QuantizedState, places: Places) -> dict[st
 
 
 class _Codes:
-    """Makes lazy tensors of weights, and keeps the codes of the last weight: values and integers need one reading."""
+    """Makes lazy tensors of weights. The codes of the last weight are kept, so that a weight is read only once."""
 
     def __init__(self, weights: Mapping[str, WeightCodes]) -> None:
         self._weights, self._last = weights, ("", cast("WeightCodes", None))

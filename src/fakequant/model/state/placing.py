@@ -182,7 +182,7 @@ def _part_of(source: LazyTensor, own: Any, device: torch.device) -> Tensor:
 
 
 def _home(tensor: Tensor) -> torch.device:
-    """The device of a tensor; for a meta tensor, the device on which it gets memory."""
+    """The device of a tensor; for a meta tensor, the device on which the tensor will get memory."""
     if not tensor.is_meta:
         return tensor.device
     if is_sharded(tensor):

@@ -127,7 +127,7 @@ class WeightGrid:
 
 
 def structured_zeros(weight: Tensor) -> Tensor | None:
-    """Where a weight [out, ...] has structured zeros, as after pruning, bool [out, columns]; None if zeros are few.
+    """A mask, bool [out, columns], of the structured zeros that pruning left in a weight; None if zeros are few.
 
     >>> structured_zeros(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
     tensor([[ True, False],

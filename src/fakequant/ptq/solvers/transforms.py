@@ -112,8 +112,8 @@ class Parts:
 def memory(products: Iterable[MatrixProduct]) -> int:
     """The most bytes that the sums and the choice of a layer take, besides the inputs of the layer.
 
-    They are up to 4 matrices of float64 with a row and a column for each column of a weight, and 4 more of up to 2,048
-    columns for two halves of the rows: 0.27 GB for 2,048.
+    A layer takes up to 4 float64 matrices with a row and a column for each column of its weight. With up to 2,048
+    columns, 4 more matrices hold sums over halves of the rows: 0.27 GB for 2,048 columns.
     """
     most = 0
     for product in products:
