@@ -215,7 +215,7 @@ class _Search:
         if (table := fmt.grid.table) is None:
             return fmt.round(wanted).clamp_(fmt.quant_min, fmt.quant_max)
         # As `Format.round` except at ties, in a tenth of its time.
-        values, middles = (wanted.new_tensor(own) for own in table)
+        values, middles = (wanted.new_tensor(own) for own in (table.values, table.middles))
         return values[torch.bucketize(wanted, middles)]
 
     def _error(self, codes: Tensor, s: Tensor, m: Tensor) -> Tensor:
