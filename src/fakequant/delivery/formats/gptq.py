@@ -39,7 +39,7 @@ class Gptq(LayeredFormat):
             known = ", ".join(filter(None, _VERSIONS))
             module.refuse(f"codes are in the layout {layout!r:.40}; this reader knows {known}")
         words = module.tensors[f"{module.base}.qweight"].shape[0]
-        bits = words * 32 // columns if columns else 0
+        bits = words * 32 // max(columns, 1)
         if bits not in range(2, 9):
             module.refuse(f"qweight has {words} words for {columns} inputs, which is not 2 to 8 bits for each")
         size = given.get("group_size", 128)
