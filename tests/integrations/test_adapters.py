@@ -114,6 +114,25 @@ def test_copies_and_pickles_compute_the_same():
         assert isinstance(again.base_model.model[2].input_quantizer, fq.nn.Quantizer)
 
 
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_adapters_of_convolutions_are_in_float(axes):
+    made = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, *[3] * axes)
+    base = fq.prepare(nn.Sequential(made(4, 8, 3, padding=1)), "int8_affine")
+    fq.calibrate(base, [x], progress=False)
+    options = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)  # peft makes layers of the same class
+    model = peft.get_peft_model(copy.deepcopy(base), options)
+    layer = model.base_model.model[0]
+    down, up = (nn.Sequential(made(*sizes, bias=False)) for sizes in ((4, 2, 3, 1, 1), (2, 8, 1)))
+    down[0].weight, up[0].weight = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    y = model(x)
+    assert_same_bits(y, base(x) + up(down(x)) * layer.scaling["default"])
+    y.square().sum().backward()
+    assert down[0].weight.grad.any()
+    assert_same_bits(pickle.loads(pickle.dumps(model))(x), y)
+
+
 def test_what_peft_does_with_its_own_modules():
     """Switch off, add, delete, mix adapters in a batch, and merge: quantizers stay as they are."""
     model = peft.get_peft_model(network(), config()).eval()

@@ -86,6 +86,11 @@ class QuantizedLayer(StoringLayer, backward.Trained):
     _weight_quantizer: Quantizer | None
     _output_quantizer: Quantizer | None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """A layer without quantizers, as its float class makes it: peft calls the class of a layer for its adapters."""
+        super().__init__(*args, **kwargs)
+        vars(self).update(dict.fromkeys(self.operands(self)))
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         form = next((_layers[base] for base in cls.__mro__ if base in _layers), None)
