@@ -230,7 +230,7 @@ def _put(path: Path, content: bytes) -> None:
         ("values", None, "is damaged: .*; remove it"),
         ("result", {"layer": 1}, "is damaged: result.layer is 1, not a text; remove it"),
         ("left", torch.ones(2), "is damaged: left is tensor.*, not an object; remove it"),
-        ("bias", torch.ones(3), "is damaged: the change of a bias has another shape; remove it"),
+        ("bias", torch.ones(3), "is damaged: the change of a bias has another shape than the bias; remove it"),
         ("params", [], "is damaged: .*; remove it"),
         ("name", None, "holds the layer None in place of one"),
         ("run", None, r"is not a file of a chosen layer \(\w+\); pass another folder"),

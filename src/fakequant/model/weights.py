@@ -618,7 +618,7 @@ class WeightBits(NamedTuple):
         return (self.codes + self.scales) / self.elements if self.elements else 0.0
 
     def plus(self, other: WeightBits) -> WeightBits:
-        """The sum of two sizes."""
+        """The bits of the weights of both objects together."""
         return WeightBits(self.elements + other.elements, self.codes + other.codes, self.scales + other.scales)
 
 

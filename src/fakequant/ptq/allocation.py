@@ -426,7 +426,7 @@ def _add_errors(
         found = {place: y for place, y in named_tensors(call()).items() if y.requires_grad and place in weights}
         result, scales = [*found.values()], [weights[place] for place in found]
         if not result:
-            raise ConfigError("no output of the model has a gradient for its layers; pass measure=")
+            raise ConfigError("no layer gets a gradient from an output of the model; pass measure=")
         examples = max(len(result[0]), 1) if result[0].dim() else 1  # a detector may find nothing
         random = torch.Generator().manual_seed(seed)
         for _ in range(_PROBES):

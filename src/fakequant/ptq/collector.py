@@ -117,7 +117,7 @@ class ChosenLayersFolder:
                 raise ValueError(f"values of shape {list(values.shape)} for a weight of {list(product.tensor.shape)}")
             own, place = product.bias
             if bias is not None and (own is None or bias.shape != own[place].shape):
-                raise ValueError("the change of a bias has another shape")
+                raise ValueError("the change of a bias has another shape than the bias")
             chosen = Choice(
                 _on(found["params"], device),
                 values.to(device),

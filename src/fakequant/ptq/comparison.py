@@ -125,7 +125,7 @@ class Comparison:
             over: "bits" per weight or "milliseconds".
 
         Raises:
-            ConfigError: `over` is unknown, matplotlib cannot write a file with this ending, or it is not installed.
+            ConfigError: `over` is unknown, or matplotlib is not installed or cannot write a file with this ending.
             OutputError: the file cannot be written.
         """
         path = checked_picture(path, over)

@@ -219,7 +219,7 @@ class Problem:
         return self.weight - chosen.float().reshape(self._matrix_shape)
 
     def unseen(self, chosen: Tensor) -> float:
-        """The error, by `prior`, that chosen values may have on new rows in addition to `loss`."""
+        """The error, in proportion to `prior`, that chosen values may have on new rows in addition to `loss`."""
         squares = self._error(chosen).square_().sum((1, 2), dtype=torch.float64)
         return float((squares * self.prior * self._mean_squares()).sum())
 
@@ -283,10 +283,10 @@ class Problem:
 
 
 def damped_factor(moments: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """The lower Cholesky factor of moments [columns, columns] with a damped diagonal, and the values added [columns].
+    """The lower Cholesky factor of moments with a damped diagonal, and the values added to the diagonal, [columns].
 
     Args:
-        moments: float64 or float32; their upper half is read.
+        moments: [columns, columns], float64 or float32; only the upper half is read.
         damping: what is added to the diagonal, as a share of its mean; more if the factor does not exist. A diagonal
             value of 0 is replaced by the mean.
 

@@ -89,7 +89,7 @@ class Drift:
             dist.all_reduce(tensor, group=group)
 
     def about_mean(self, total: Tensor, count: int) -> Drift:
-        """The sums about the means of d and of the rows x, from the total of x [groups, columns] and the count."""
+        """The sums about the means of d and x, from the total of the rows x [groups, columns] and their count."""
         return Drift(
             torch.zeros_like(self.total),
             self.squares - self.total.square().sum(1) / count,
@@ -204,7 +204,7 @@ class InputSums:
         self.total = torch.zeros(groups, columns, dtype=torch.float64, device=device)
 
     def about_mean(self) -> InputSums:
-        """The sums of x and d about their means: the part that a bias cannot correct; 0 for constant columns."""
+        """The sums about the means of x and of the drift, which a bias cannot correct; 0 for constant columns."""
         found = InputSums()
         found.count, count = self.count, max(self.count, 1)
         found.total = torch.zeros_like(self.total)
