@@ -235,7 +235,7 @@ def candidates(model: nn.Module, recording: Recording) -> list[FunctionCall]:
 
 
 def operand_of(call: FunctionCall, name: str) -> SiteOperand:
-    """The description of an operand, by the call's equation or the table of functions; list items have a default."""
+    """The description of an operand, from the call's equation or the table of functions; list items get a default."""
     known = {operand.name: operand for operand in SITE_FUNCTIONS[call.function].operands}
     if call.equation:
         return einsum_operand(call.equation, name, [*known].index(name) if name in known else None)

@@ -88,7 +88,7 @@ class LayerCall(NamedTuple):
 
 
 class ResidualInput(NamedTuple):
-    """A place where a run shows, before a layer is called, the value to which the layer's result is added.
+    """Says where a run shows the value to which a layer's result is added, before the layer is called.
 
     Attributes:
         module: the path of a module that takes or returns the value, and is called once.

@@ -1,6 +1,6 @@
-"""Trials: copies of a model that are quantized and judged, and changes of a quantized model that are judged.
+"""Quantize copies of a model and judge them; make changes of a quantized model and judge the changes.
 
-Held-back batches judge, see `HeldOut`, by the error of the model's output, see `OutputDistance`, and by the user's
+Batches that are held back (`HeldOut`) judge by the error of the model's output (`OutputDistance`) and by the user's
 metric. `compare`, `search`, `verify`, `advise` and `next_step` run these trials.
 """
 
@@ -408,7 +408,7 @@ class ChangeTrials:
     def take_ranges_by(self, ranges: Callable[[KeptBatches], object]) -> None:
         """Before each comparison, call `ranges` to calibrate the model in place, on the batches that make the change.
 
-        Without this, a change that calibrates again would differ from the model before by its batches, too.
+        Otherwise a change that calibrates again would be compared with ranges from other batches.
         """
         self._ranges, self._first, self._second = ranges, None, None
 

@@ -303,7 +303,7 @@ class Recorder(TorchFunctionMode):
         return number
 
     def _hook(self, path: str, module: nn.Module, keep: Callable[[Any], None]) -> None:
-        """Put hooks around the calls of a module: lambdas, because a copy of the module would copy bound methods.
+        """Put hooks around the calls of a module. Hooks are lambdas: a copy of the module would copy bound methods.
 
         Args:
             keep: gets the handle of each hook right after it is added, so that an interrupt leaves no hook behind.

@@ -234,7 +234,7 @@ def example_named(model: nn.Module, arguments: Arguments) -> Iterator[None]:
 def separate(example: Any) -> Any:
     """The example with new tensor objects, because torch.export marks axes on the tensors that it gets.
 
-    The new tensors share the memory of the old. Only a tensor that occurs a second time is copied, because
+    The new tensors share the memory of the old ones. Only a tensor that occurs a second time is copied, because
     torch.export would make one input of both.
     """
     seen: set[int] = set()

@@ -341,7 +341,7 @@ def layer_entry(layer: QuantizedLayer) -> LayerEntry:
     """The entry of a layer in a plan.
 
     Raises:
-        ConfigError: the layer folds a batch normalisation while the model trains, which an entry cannot say.
+        ConfigError: the layer folds a batch normalisation while the model trains, which an entry cannot store.
     """
     if isinstance(layer, FoldedLayer):
         raise ConfigError(

@@ -509,7 +509,7 @@ class _Judge:
 
 
 def _loss_now(layers: Sequence[MatrixProduct], inputs: Inputs) -> float:
-    """The squared error of layers on all batches, with present transforms and ranges and weights rounded to nearest.
+    """The squared error of layers on all batches, with the present transforms and ranges, and with nearest weights.
 
     A few batches do not show whether a range that clips is better: the clipped values may be in the others.
     """
