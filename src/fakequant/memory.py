@@ -23,7 +23,7 @@ def memory_of(x: Tensor) -> int | None:
 def separate(tensors: Iterable[Tensor]) -> None:
     """Give each tensor whose elements share memory, as after `expand`, new memory with a place for each element.
 
-    torch refuses to write a tensor with a stride of 0, and writes wrong values into other such tensors. Parameters stay
+    torch refuses to write a tensor with a stride of 0, and writes wrong values if elements overlap. Parameters stay
     the same objects, and equal views of the same memory stay tied. A buffer that is a view of another of the tensors
     stays a view, because a model may write the other tensor.
 

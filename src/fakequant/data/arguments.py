@@ -96,7 +96,7 @@ def check_metric(metric: Any, caller: str) -> None:
 
 
 def measured(metric: Metric, model: nn.Module) -> float:
-    """The value of a metric for a model, which stays unchanged; raises ConfigError if the metric returns no number.
+    """The value of a metric for a model; the model stays unchanged. Raises ConfigError if the value is no number.
 
     >>> measured(lambda model: None, nn.Identity())
     Traceback (most recent call last):

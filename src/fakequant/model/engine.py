@@ -1,4 +1,4 @@
-"""An engine as a value: where it wants quantizers, how it computes a preset, which files it loads, how to run it."""
+"""Engines as objects: where an engine wants quantizers, how it computes a preset, and which files it loads."""
 
 from __future__ import annotations
 

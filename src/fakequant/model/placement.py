@@ -203,7 +203,7 @@ class Flow:
         return len(self.consumers.get(value, [])) == 1 and value not in self.recording.outputs
 
     def products_since_common(self, values: Sequence[int]) -> list[int]:
-        """The number of products on the way to each value from the nearest common ancestor of all of them.
+        """For each value, the number of products on the way to it from the nearest common ancestor of all `values`.
 
         The longest way counts; without a common ancestor the number is 0. The search ends at a value from which all of
         `values` come; from any earlier value, the way has at least as many products.

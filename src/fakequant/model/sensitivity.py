@@ -266,8 +266,8 @@ def sensitivity(
 
     Args:
         model: a calibrated model.
-        batches, inputs, forward: as for `calibrate`; the batches run once. They may be empty with a metric, which does
-            not use them.
+        batches, inputs, forward: as for `calibrate`; the batches run once. With a metric no batches are needed: the
+            metric does not use them.
         metric: called as metric(model), larger is better; by default the ratio of signal to quantization noise in dB
             of the model's outputs, against the float model's. All outputs count alike.
         each: "layer", or "quantizer" to measure each quantizer alone.

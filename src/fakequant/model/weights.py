@@ -139,9 +139,9 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training(model: nn.Module) -> Iterator[None]:
-    """A context in which every module is in training mode; each module's mode is restored.
+    """A context in which all modules except batch normalisations are in training mode; their modes are restored.
 
-    Batch normalisations stay in eval mode: they raise an error for a single sample, which may have no variance.
+    In training mode batch normalisations would raise an error for a single sample, which may have no variance.
     """
     with restore_after(attributes_of(model.modules(), "training")):
         model.train()

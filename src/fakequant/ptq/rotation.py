@@ -283,7 +283,7 @@ def rotate(
     """Rotate the residual streams and the heads of attention of a float model, in place (QuaRot, arXiv 2404.00456).
 
     The weights of the layers that make the values are multiplied by an orthogonal matrix; the weights of the layers
-    that read the values are multiplied by its inverse. The function of the model stays, which a run with the batch
+    that read the values are multiplied by its inverse. The function of the model stays, as a run with the batch
     checks, and large channels are spread over all channels. One run finds the layers, by the identity of tensors. The
     weight and bias of a normalisation go into the layers behind it. A LayerNorm becomes a torch.nn.RMSNorm: the layers
     before it take over its subtraction of the mean.

@@ -365,7 +365,7 @@ class NextStep:
 
 @dataclass
 class _Side:
-    """The batches that make a change, the outputs that judge it, and the errors to compare it with."""
+    """The batches that make a change, the outputs that judge the change, and the errors before the change."""
 
     made: KeptBatches
     outputs: OutputDistance

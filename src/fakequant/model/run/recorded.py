@@ -344,7 +344,7 @@ def read_together(recording: Recording, paths: Iterable[str]) -> dict[str, list[
 class Unreached:
     """The weights that a run of a model does not reach: no function reads the weight, and its layer is not called.
 
-    In another run the layer of such a weight may read a value, like an expert that got no rows, or a head for training.
+    In another run the layer may be called, for example an expert that got no rows in this run, or a head for training.
 
     >>> from fakequant.model.run.outputs import record
     >>> model, x = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)]), torch.ones(1, 4)
@@ -485,7 +485,7 @@ def factors_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) -> tuple[Any, int]:
-    """Call `run`, which computes a product; returns its result and the number of multiply-accumulates."""
+    """Call `run`, which computes a product; returns the product and the number of its multiply-accumulates."""
     attends = has(name, Trait.ATTENTION)
     if attends:  # flex_attention fails under torch's counter
         output = run()

@@ -529,7 +529,7 @@ def load(model: Model, directory: str | os.PathLike[str], *, format: str = FORMA
 
 
 def read(folder: Path, *, checked: bool = True) -> tuple[QuantizedState, str]:
-    """The state that `save` wrote, which reads its tensors at each access, and the recorded SHA-256.
+    """The state that `save` wrote, and the recorded SHA-256; the state reads its tensors at each access.
 
     Args:
         folder: the folder of the checkpoint.

@@ -50,7 +50,7 @@ _READS = frozenset([Tensor.copy_, Tensor.clone, torch.clone, torch.empty_like])
 class Placed(Tensor):
     """A lazy tensor on the device of its place in a model: its values are read anew whenever they are copied.
 
-    Any other operation, such as a module's hook, works on a copy, which is stored because it may be written.
+    Any other operation, for example in a module's hook, may write values: it works on a copy, which is then stored.
 
     Args:
         source: the shape, the dtype, and a function that reads the whole tensor.

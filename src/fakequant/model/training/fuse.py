@@ -331,7 +331,7 @@ def _why_layer_stays(layer: nn.Module, norm: nn.Module, flow: Neighbors, users: 
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace each module that is a key of `new` by its value, under all its names."""
+    """Replace each module that is a key of `new` by the value for this key, under all names of the module."""
     for old, module in new.items():
         module.train(old.training)
     for parent in [*model.modules()]:

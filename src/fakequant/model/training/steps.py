@@ -444,7 +444,7 @@ class Training:
         self._epoch = int(state_dict["epoch"])
 
     def drop_held(self) -> None:
-        """Set the gradients of scales that do not move yet to None, so that the optimizer does not decay them."""
+        """Set gradients to None for scales that do not move yet, so that the optimizer does not decay the scales."""
         if self._held:
             for parameter in learned_scales(self._prepared()):
                 parameter.grad = None

@@ -274,7 +274,7 @@ class HalvedSums:
         return [(part, *own) for part, own in zip(self._parts, halves, strict=True) if own[0].shape[1]]
 
     def merge_processes(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Merge the sums of all processes; with a drift, those of the drift alone. See `InputSums.merge_processes`."""
+        """Merge the sums of all processes; if there is a drift, only its sums. See `InputSums.merge_processes`."""
         for part in self._parts:
             if part.drift is None:
                 part.merge_processes(group, device)
