@@ -39,7 +39,7 @@ def read_whole(path: Path) -> bytes:
 
 
 def check_path(path: Any, example: str, error: type[FakeQuantError] = OutputError) -> None:
-    """Raise an error if `path` is neither a text nor an `os.PathLike`, such as after swapped arguments.
+    """Raise an error if `path` is neither a text nor an `os.PathLike`, for example after swapped arguments.
 
     Args:
         example: a right call, for the message.

@@ -53,7 +53,7 @@ def named(metric: Metric) -> NamedMetric:
 
 
 def check_model(model: Any, caller: str, example: str, error: type[FakeQuantError] = ConfigError) -> None:
-    """Raise `error`, with the caller and a right call, if `model` is not a module, as after swapped arguments."""
+    """Raise `error`, with the caller and a right call, if `model` is no module, for example with swapped arguments."""
     if not isinstance(model, nn.Module):
         raise error(f"{caller} takes a model, got {shown(model)}; write {example}")
 

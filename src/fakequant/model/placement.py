@@ -49,7 +49,7 @@ class FixedRange(NamedTuple):
 
 
 class InnerFunction(NamedTuple):
-    """An inner function, as the softmax of attention: the engine stores its result as codes inside an outer function.
+    """A function inside an outer one, such as the softmax in attention; the engine stores the inner result as codes.
 
     Attributes:
         name: the name of the result's quantizer in a site of the outer function.

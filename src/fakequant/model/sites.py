@@ -1,4 +1,4 @@
-"""Which calls of functions in a model get quantizers: a plan, made from a recorded run, and put into the model.
+"""Plan, from a recorded run, which calls of functions in a model get quantizers, and put the plan into the model.
 
 A site is a call of a function, such as + or @, that has quantizers. Its owner is the module whose `forward` makes the
 call, and its operands are the float tensors that the function takes.

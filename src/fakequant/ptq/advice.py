@@ -46,7 +46,7 @@ from fakequant.text import html_result, table
 
 @dataclass(frozen=True)
 class Code:
-    """The settings with which `advise` makes models; `held` are the numbers of the batches that judge, if any do."""
+    """The settings with which `advise` makes models; `held` has the numbers of the batches that judge."""
 
     preparation: Preparation
     held: Sequence[int]

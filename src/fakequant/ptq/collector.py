@@ -596,7 +596,7 @@ class _ReadSums(NamedTuple):
 
 
 def first_places(columns: Sequence[Any], places: Sequence[int]) -> tuple[int, ...]:
-    """For each column, the place of the first equal column.
+    """For each column, the item of `places` that belongs to the first equal column.
 
     >>> first_places(["a", "b", "a"], (0, 1, 2))
     (0, 1, 0)

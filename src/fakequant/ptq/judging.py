@@ -85,7 +85,7 @@ class OutputJudge:
 
     Args:
         why_not: why the error of the output cannot be measured; None if it can.
-        is_apart: whether the changes were made without these batches; if not, the error on them undoes nothing.
+        is_apart: whether the changes were made without the batches of the judge; if not, their error undoes nothing.
         metric: called as metric(model), larger is better; None without a metric.
 
     Raises:

@@ -150,7 +150,7 @@ def _scale(calibrator: Calibrator) -> Tensor:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The preset that made all quantized layers of a model; `skip` lists float layers that it would quantize."""
+    """The preset that made all quantized layers of a model; `skip` lists the layers that it left in float."""
 
     preset: Config
     skip: tuple[str, ...] = ()
@@ -411,7 +411,7 @@ class _Changes:
                 )
 
     def of_presets(self) -> Iterator[Change]:
-        """Changes to another preset with the same numbers of bits, if the target is known to run it."""
+        """Changes to other presets with the same numbers of bits that the target is known to run."""
         own = self.made_by
         for preset in own.relatives if own and self.fresh else []:
 

@@ -1,4 +1,4 @@
-"""Rotations of residual streams and of heads, put into the weights: no operation at run time."""
+"""Rotate residual streams and heads by changes of the weights alone, so that a run has no more operations."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Run a model once over all batches, and stop it before each layer: no blocks to find, no tracing, linear time.
+"""Run a model once over all batches, in linear time and without tracing, and stop the run before each layer.
 
 Every batch has its thread, and one thread runs at a time. A thread waits before the last call of a layer until the
-others are there too: this is a stage. Then the inputs that the layer gets from all batches are known, the caller
-changes the layer, and the threads go on from where they are. Without threads each layer would need a run from the
-start, or kept inputs of its block, which must be found first.
+other threads wait there, too: this is a stage. Then the inputs that the layer gets from all batches are known, the
+caller changes the layer, and the threads go on. Without threads each layer would need a run from the start, or the
+stored inputs of its block, and blocks would have to be found first.
 """
 
 from __future__ import annotations
@@ -486,7 +486,7 @@ _LANE: contextvars.ContextVar[Any] = contextvars.ContextVar("lane", default=None
 class _BatchThread:
     """The forward pass of one batch in a thread.
 
-    Threads, semaphores and events of `threading` are Python code: an interrupt in it may leave a lock held for ever.
+    It uses `_thread` and queues in C. `threading` is Python code, in which an interrupt may leave a lock held for ever.
     """
 
     def __init__(

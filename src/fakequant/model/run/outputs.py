@@ -37,7 +37,7 @@ Place = tuple[Any, ...]
 
 
 def named_tensors(output: Any, place: Place = ()) -> dict[Place, Tensor]:
-    """All float tensors in an output, also in nested tuples, lists, mappings and dataclasses; keys are their places.
+    """The place and value of each float tensor in an output, also in nested tuples, lists, mappings and dataclasses.
 
     A complex tensor becomes a real tensor, with real and imaginary parts along a new last axis.
 

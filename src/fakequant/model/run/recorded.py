@@ -126,7 +126,7 @@ class ModuleCall:
         inputs: the values of all tensor arguments of its `forward`.
         first: the function calls within it are `calls[first:last]`.
         last: see `first`.
-        end: the calls of modules within it are `modules[number + 1 : end]`, where `number` is its place in `modules`.
+        end: the calls of modules within it are `modules[number + 1 : end]`, where `number` is its index in `modules`.
         output: the value of its result after its hooks; None if the result is not a tensor.
         results: the values of all tensors of the result.
     """

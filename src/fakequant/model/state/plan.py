@@ -48,7 +48,7 @@ def keys_of(values: Any, place: str, *keys: str) -> list[Any]:
 
 
 def mapping_of(values: Any, place: str, read: Callable[[Any, str], T]) -> dict[str, T]:
-    """A JSON object as a dict, each value of which is read by `read(value, place)`."""
+    """A JSON object as a dict; `read(value, place)` reads each value, and `place` says where the value stands."""
     if not isinstance(values, dict):
         raise UnexpectedValue(f"{place} is {values!r:.80}, not an object")
     return {key: read(value, f"{place}.{key}") for key, value in values.items()}
