@@ -94,7 +94,7 @@ def device_named(model: nn.Module, given: Any, what: str) -> Iterator[None]:
 def failure_named(
     model: nn.Module, named: Callable[[str, str], Exception], kinds: tuple[type[Exception], ...] = OF_TORCH
 ) -> Iterator[None]:
-    """A context that turns an error in a model's call into one that names the layer, if its type is in `kinds`.
+    """A context that turns errors of the types `kinds`, in a call of a model, into errors that name the layer.
 
     `named` makes the new error from two texts: where the model failed (see `locate`), and why, in one line. Other
     errors are not changed.

@@ -161,10 +161,11 @@ class SearchOrder:
         self.met = len(self.sizes)
 
     def ways(self) -> Iterator[tuple[Variant, str]]:
-        """Each variant to try, and a text on the trials after it; the caller adds its result to `rows` before the next.
+        """Each variant to try, and a text on the trials after this one.
 
-        All presets come first, from the smallest size up to the first that meets the floor. Then costlier variants of
-        the smaller sizes follow, from the smallest size up.
+        The caller adds the result of each variant to `rows` before the next variant is taken. All presets come first,
+        from the smallest size up to the first that meets the floor. Then costlier variants of the smaller sizes follow,
+        from the smallest size up.
         """
         for tier in range(len(TIERS)):
             for number, size in enumerate(self.sizes[: self.met]):

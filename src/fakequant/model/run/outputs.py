@@ -267,7 +267,7 @@ class OutputDistance:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether the float model returns any floats; no error is measured of other outputs."""
+        """Whether the float model returns any floats; other outputs have no error."""
         return any(y.numel() for y in self.wanted)
 
     def check(self, *, has_metric: bool = False) -> None:

@@ -159,10 +159,10 @@ class Recording:
         parameters: for each name of a parameter, the number of its value.
         threads: the paths of modules that are called in other threads.
         visits: for the path of every module, how often it was called.
-        outputs: the values that the model returns.
-        kept: the values of tensors that are still in memory when the run ends.
-        buffers: the values of buffers.
-        masks: the values that hold only zeros and numbers as large as a mask's.
+        outputs: the numbers of the values that the model returns.
+        kept: the numbers of the values of tensors that are still in memory when the run ends.
+        buffers: the numbers of the values of buffers.
+        masks: the numbers of the values that hold only zeros and elements as large as those of a mask.
     """
 
     calls: list[FunctionCall] = field(default_factory=list)
@@ -208,7 +208,7 @@ class Recording:
 
     @cached_property
     def same(self) -> dict[tuple[str | None, str, int], list[FunctionCall]]:
-        """The calls of a complete run by their `site`: a list of calls that differ only by their visit."""
+        """For each `site` in a complete run, the list of its calls, which differ only by their visit."""
         found: dict[tuple[str | None, str, int], list[FunctionCall]] = {}
         for call in self.calls:
             found.setdefault(call.site, []).append(call)

@@ -83,7 +83,7 @@ class WeightGrid:
         return self.nearest(weight.flatten(1)).reshape(weight.shape)
 
     def neighbours(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """For each value of a matrix [out, columns], the grid values at or just below, and at or just above.
+        """For each value of a matrix [out, columns]: the next grid value at or below it, and the next at or above it.
 
         The search is a bisection over float32 numbers with the operator, so that it serves every format. Both grid
         values are the same if the value is on the grid, or outside of its range.
