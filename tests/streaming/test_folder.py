@@ -70,6 +70,14 @@ def test_codes_are_those_of_the_model_in_memory(preset: str, steps: Any, mask: A
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize(("preset", "steps"), [("int4_group32", GPTQ), *STATIC], ids=["weights", "inputs"])
+def test_a_repeated_batch_counts_once(preset: str, steps: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = batches(3)
+    monkeypatch.setattr("tests.support.streamed.batches", lambda: [first, second, first.clone(), third, second])
+    streamed(decoder(), tmp_path, preset, steps)
+    assert differing(whole(decoder(), preset, steps), fq.read(tmp_path, decoder())) == []
+
+
 def test_a_device_gets_blocks_and_batches(tmp_path: Path) -> None:
     """No other device is here: the dtype of weights that `load` gives in another one is that of the model."""
     empty, load = without_weights(decoder())

@@ -470,16 +470,21 @@ class KeptBatches(Batches):
         >>> Batches([x, x, x + 1], "calibrate").kept().distinct().numbered
         {0: tensor([1., 1.]), 1: tensor([2., 2.])}
         """
+        firsts = self.firsts()
+        found = KeptBatches(self, {})
+        found.masks = {n: self.masks[number] for n, number in enumerate(firsts)}
+        found._data = found.numbered = {n: self.numbered[number] for n, number in enumerate(firsts)}
+        return found
+
+    def firsts(self) -> list[int]:
+        """The numbers of the batches that equal no earlier batch; all numbers if they cannot be compared."""
         first: dict[str, int] = {}
         try:
             for number, batch in self.numbered.items():
                 first.setdefault(digest(batch), number)
         except NoDigestError:
-            return self
-        found = KeptBatches(self, {})
-        found.masks = {n: self.masks[number] for n, number in enumerate(first.values())}
-        found._data = found.numbered = {n: self.numbered[number] for n, number in enumerate(first.values())}
-        return found
+            return [*self.numbered]
+        return [*first.values()]
 
     def followed_by(self, batches: Iterable[Any]) -> KeptBatches:
         """These batches, and then those in `batches`; raises ConfigError if `batches` is not a list of batches."""

@@ -336,21 +336,24 @@ class Blocks:
             with self._source.loaded(path, block), following, evaluating(block), torch.no_grad():
                 weights = _weights_of(block)
                 wanted, given = _batches(calls, self._floats), _batches(calls, self._quantized)
+                floats = _batches(calls, {at: self._floats[at] for at in self._quantized})
                 layers, held = list[LayerResult](), quantizers(block).values()
                 if _needs_ranges(held):
                     calibrate(
                         block, [*wanted], forward=_run, mask=_mask_of(calls), group=self._processes.group or False
                     )
                 with disabled(block):
-                    self._floats = _outputs(path, block, wanted)
+                    self._floats = _outputs(path, block, wanted, self._floats)
                 if not held:
-                    self._quantized = _outputs(path, block, given)
+                    self._quantized = _outputs(path, block, given, self._quantized)
                 else:
                     calibrated = calibrated_weights(block, _CALLER)
                     held_out = HeldOut(given, given, given.part([]))  # none judges
-                    found = improved(block, calibrated, held_out, steps, self._processes, floats=wanted, progress=False)
+                    found = improved(block, calibrated, held_out, steps, self._processes, floats=floats, progress=False)
                     layers = [replace(layer, layer=join(path, layer.layer)) for layer in found.layers]
-                    self._quantized = _given(path, given)  # `improved` ran the batches with all layers chosen
+                    self._quantized = _given(
+                        path, given, self._quantized
+                    )  # `improved` ran the batches with all layers chosen
                 raise_scales(block)
                 self._processes.all(None)
                 work.put_hidden(number + 1, self._floats, self._quantized)
@@ -366,17 +369,18 @@ class Blocks:
         model, masks = self._source.model, self._batches.masks
         if not self._outside:
             return self._layers
-        wanted, given = (
-            [_Rest(batch, hidden[number], masks[number]) for number, batch in self._batches.numbered.items()]
-            for hidden in (self._floats, self._quantized)
+        floats = {at: self._floats[at] for at in self._quantized}
+        wanted, given, twins = (
+            [_Rest(self._batches.numbered[at], hidden[at], masks[at]) for at in sorted(hidden)]
+            for hidden in (self._floats, self._quantized, floats)
         )
-        mask = _mask_of(dict(enumerate(given)))
+        mask = _mask_of(dict(enumerate(wanted)))
 
         def run(model: nn.Module, call: _Rest) -> Any:
             with set_to(_PRESENT, call):
                 return self._batches.run(model, call.batch)
 
-        floats, quantized = (Batches(own, _CALLER, forward=run, mask=mask).kept() for own in (wanted, given))
+        without, quantized = (Batches(own, _CALLER, forward=run, mask=mask).kept() for own in (twins, given))
         see = self._calls.substitute(lambda: _PRESENT.get().hidden)
         with in_place_of(model, self._blocks, see), _without_cache(model), evaluating(model), torch.no_grad():
             if _needs_ranges(self._outside.values()):
@@ -385,7 +389,7 @@ class Blocks:
             early = {path for path in weights if layer_of(path) in self._calls.before}
             chosen = {path: own for path, own in weights.items() if path not in early}
             held_out = HeldOut(quantized, quantized, quantized.part([]))  # none judges
-            found = improved(model, chosen, held_out, steps, self._processes, floats=floats, progress=False)
+            found = improved(model, chosen, held_out, steps, self._processes, floats=without, progress=False)
             raise_scales(model)
         note = "nearest: it runs before the blocks"
         rows = {weights[path].row_name(path): note for path in early}
@@ -410,7 +414,8 @@ class Blocks:
                 )
             self._floats = {number: call.hidden for number, call in self._calls.of_blocks[0].items()}
             own = calls_of(model, paths, self._batches, to_the_end=False) if early else self._calls
-            self._quantized = {number: call.hidden for number, call in own.of_blocks[0].items()}
+            # A repeated batch counts once, as for `improve`; ranges of inputs count all.
+            self._quantized = {number: own.of_blocks[0][number].hidden for number in self._batches.firsts()}
             given = [
                 [call.hidden, call.mask, *tree_leaves((call.args, call.kwargs))]
                 for call in self._calls.of_blocks[0].values()
@@ -448,7 +453,7 @@ def _run(block: nn.Module, call: BlockCall) -> Any:
 
 def _batches(calls: Mapping[int, BlockCall], hidden: Mapping[int, Tensor]) -> KeptBatches:
     """The calls of a block, with other hidden states, as batches."""
-    own = [call.with_hidden(hidden[number]) for number, call in calls.items()]
+    own = [calls[number].with_hidden(hidden[number]) for number in sorted(hidden)]
     return Batches(own, _CALLER, forward=_run, mask=_mask_of(calls)).kept()
 
 
@@ -456,17 +461,17 @@ def _mask_of(calls: Mapping[int, Any]) -> Callable[[Any], Tensor] | None:
     return None if any(call.mask is None for call in calls.values()) else lambda call: call.mask
 
 
-def _outputs(path: str, block: nn.Module, batches: KeptBatches) -> dict[int, Tensor]:
-    """The hidden states that a block returns for its calls, by the number of the batch."""
+def _outputs(path: str, block: nn.Module, batches: KeptBatches, hidden: Iterable[int]) -> dict[int, Tensor]:
+    """The hidden states that a block returns for its calls, by the number of the batch, which `hidden` has."""
     for call in batches.numbered.values():
         batches.run(block, call)
-    return _given(path, batches)
+    return _given(path, batches, hidden)
 
 
-def _given(path: str, batches: KeptBatches) -> dict[int, Tensor]:
-    """The hidden states that the last run of each call returned, by the number of the batch."""
+def _given(path: str, batches: KeptBatches, hidden: Iterable[int]) -> dict[int, Tensor]:
+    """The hidden states that the last run of each call returned, by the number of the batch, which `hidden` has."""
     found: dict[int, Tensor] = {}
-    for number, call in batches.numbered.items():
+    for number, call in zip(sorted(hidden), batches.numbered.values(), strict=True):
         tensors = float_tensors(call.output)
         if not tensors or tensors[0].shape != call.hidden.shape:
             raise ConfigError(f"{path} returns no hidden states of the shape of its input; improve the model in memory")
