@@ -220,6 +220,20 @@ def test_vmap_over_inputs_and_scales():
     assert_same_bits(codes, fq.quantize(x, INT8_IN_CHANNELS)[0])
 
 
+@pytest.mark.parametrize("text", ["int4 per_block(-1:32,pad)", "int8 per_block(0:4,1:4,pad)", "int8 per_channel(1)"])
+@pytest.mark.parametrize("shape", [(16, 10), (2, 6, 5, 7)])
+def test_transforms_lay_results_as_kernels_do(shape, text):
+    # A product's gradient adds in an order that depends on the strides of its factors.
+    rows = torch.randn(shape)
+    for x in (rows, rows.to(memory_format=torch.channels_last) if rows.dim() == 4 else rows):
+        y, back = torch.func.vjp(lambda t: fq.fake_quantize(t, text), x)
+        assert_same_bits(y, fq.fake_quantize(x, text))
+        assert y.stride() == fq.fake_quantize(x, text).stride()
+        leaf = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(fq.fake_quantize(leaf, text), leaf, torch.ones_like(leaf))
+        assert back(torch.ones_like(x))[0].stride() == dx.stride()
+
+
 def test_func_grad_and_vmap_of_grad():
     x = torch.randn(4, 6)
 

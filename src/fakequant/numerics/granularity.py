@@ -411,13 +411,13 @@ def blocked(x: Tensor, blocks: Shape) -> Tensor:
 
 
 def unblocked(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
-    """Undo `blocked`: the tensor [shape] without padding."""
+    """Undo `blocked`: the tensor [shape] without padding, and without gaps in memory."""
     missing = padding(shape, blocks)
     values = values.reshape([n + m for n, m in zip(shape, missing, strict=True)])
     for axis, m in enumerate(missing):
         if m:
             values = values.narrow(axis, 0, shape[axis])
-    return values
+    return values.clone() if any(missing) else values  # strides decide the order of sums in a product's gradient
 
 
 def blocked_groups(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
