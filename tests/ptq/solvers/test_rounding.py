@@ -11,7 +11,16 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.ops import library
 from fakequant.ptq.solvers import sums as sums_module
-from fakequant.ptq.solvers.problem import Ordered, Problem, WeightGrid, gptq, gptq_and_loss, mean_of_diagonal, ordered
+from fakequant.ptq.solvers.problem import (
+    Ordered,
+    Problem,
+    WeightGrid,
+    descend,
+    gptq,
+    gptq_and_loss,
+    mean_of_diagonal,
+    ordered,
+)
 from fakequant.ptq.solvers.sums import Drift, InputSums
 from tests.support.bits import assert_same_bits
 from tests.support.weight_specs import WEIGHTS, spec_of_matrix
@@ -50,6 +59,31 @@ def test_values_are_those_by_the_inverse(name: str) -> None:
     # A value near the middle of two codes may become either, and columns after it follow: they are few.
     assert float((found != expected).float().mean()) < 0.01
     assert torch.equal(library.fake_quantize(found, params, spec), found)
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+@pytest.mark.parametrize("size", [0.1, 1.0, 10.0])  # of the inputs: the curvature is below and above 1
+def test_descent_takes_the_best_value_of_each_column(size: float, drifts: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(5, 8, generator=generator), size * inputs(8).double() / 24
+    spec = fq.QuantSpec.parse("int3 per_channel(0)")
+    params, moments = fq.choose_qparams(weight, spec), x.T @ x
+    pull = torch.randn(5, 8, dtype=torch.float64, generator=generator) * size**2 if drifts else None
+    values = params.scale.view(-1, 1).double() * torch.arange(-4, 4)  # [out, codes]
+    start = library.fake_quantize(weight, params, spec)
+    expected = start.double()
+
+    def losses(column: int) -> Tensor:  # [out, codes]
+        tried = expected[:, None].repeat(1, values.shape[1], 1)
+        tried[..., column] = values
+        missed = tried - weight.double()[:, None]
+        return ((missed @ moments) * missed).sum(-1) - (0 if pull is None else 2 * (pull[:, None] * tried).sum(-1))
+
+    for column in range(8):
+        expected[:, column] = values.gather(1, losses(column).argmin(1, keepdim=True)).flatten()
+    found = descend(weight, start, moments, WeightGrid(spec, params, weight.shape), passes=1, pull=pull)
+    assert torch.equal(found, expected.float())
+    assert not torch.equal(found, start)
 
 
 def problem(weight: Tensor, x: Tensor, float_x: Tensor | None = None, damping: float | None = None) -> Problem:
