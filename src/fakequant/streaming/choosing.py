@@ -351,9 +351,8 @@ class Blocks:
                     held_out = HeldOut(given, given, given.part([]))  # none judges
                     found = improved(block, calibrated, held_out, steps, self._processes, floats=floats, progress=False)
                     layers = [replace(layer, layer=join(path, layer.layer)) for layer in found.layers]
-                    self._quantized = _given(
-                        path, given, self._quantized
-                    )  # `improved` ran the batches with all layers chosen
+                    # `improved` ran the batches with all layers chosen.
+                    self._quantized = _given(path, given, self._quantized)
                 raise_scales(block)
                 self._processes.all(None)
                 work.put_hidden(number + 1, self._floats, self._quantized)
