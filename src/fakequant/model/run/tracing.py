@@ -187,9 +187,8 @@ def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProg
         if (found := _UNKNOWN_OUTPUT.search(str(error))) is None:
             raise
         parameters = inspect.signature(model.forward).parameters
-        is_cache = (
-            "cache" in found["name"].lower()
-        )  # other results of a model that passes keywords on have none to leave out
+        # Of a model that passes keywords on, other results have no cache to leave out.
+        is_cache = "cache" in found["name"].lower()
         takes = (p.name == _CACHE or (is_cache and p.kind is p.VAR_KEYWORD) for p in parameters.values())
         if _CACHE in kwargs or not any(takes):
             raise ExportError(
