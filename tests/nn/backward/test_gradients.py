@@ -264,7 +264,7 @@ def test_texts_that_mean_nothing_are_refused(text: str | None, message: str) -> 
 
 
 def test_what_cannot_be_done_is_refused() -> None:
-    with pytest.raises(ConfigError, match="give input= or weight="):
+    with pytest.raises(ConfigError, match="pass input= or weight="):
         fq.Rule("*", gradient="int8")
     with pytest.raises(ConfigError, match="must be a GradientConfig"):
         fq.Rule("*", "int8", gradient=3)
