@@ -215,7 +215,7 @@ class Job:
         return Preparation(target=self.target).target_for(config)
 
     def unknown_gain(self) -> str:
-        """A sentence that names presets of the job for which no gain in the target is known; "" if there are none."""
+        """A sentence that names the presets that are not known to gain in the target engine; "" if there are none."""
         presets = [self.preset, *(rule.rpartition("=")[2] for rule in self.rules)]
         names = dict.fromkeys(find_preset(name).name for name in presets)
         return "" if self.target is None else find_engine(self.target).unknown_gain(names)

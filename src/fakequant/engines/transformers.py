@@ -20,8 +20,8 @@ _CURE = "prepare(..., rules={'*experts*': 'int8_weight_only'})"
 def refuse_experts(model: nn.Module) -> None:
     """Raise ExportError if transformers loads other values of stacked experts than the model has.
 
-    transformers 5.23 merges the experts of a file into stacks, and decompresses all of them by one scheme. It does not
-    load INT8 inputs of stacked experts, and leaves FP8 inputs in float.
+    transformers 5.23 merges the experts of a file into stacks, and decompresses all of them by one scheme. It
+    fails on files whose stacked experts have INT8 inputs, and does not quantize FP8 inputs of such experts.
     """
     held, in_float, coded = quantizers(model), list[str](), dict[str, tuple[QuantSpec, int | None]]()
     for path, layer in model.named_modules():

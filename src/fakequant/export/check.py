@@ -183,7 +183,7 @@ class SiteCheck:
 
     @property
     def elements(self) -> int:
-        """The number of a weight's codes."""
+        """How many elements the weight has; the file holds a code for each."""
         return math.prod(self._constants.constant(str(self.record.codes)).dims)
 
     def moved(self, generator: torch.Generator) -> Tensor:

@@ -333,7 +333,7 @@ def set_execution(model: Model, execution: Execution | Device | Engine | str, pa
 
 @contextmanager
 def calling_quantizers(model: nn.Module) -> Iterator[None]:
-    """A context without integer products, so that all layers call their quantizers; codes of devices stay in use."""
+    """A context without integer products: all layers call their quantizers, also those with an engine's codes."""
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLayer)]
     with restore_after(attributes_of(layers, "execution")):
         for layer in layers:

@@ -433,7 +433,7 @@ def advise(  # noqa: PLR0913  all but the first two by name
         presets: names of presets to try, in place of the target's.
         inputs, forward, mask: as for `calibrate`.
         work: a folder for the measurements; the same call with this folder resumes the search, with the same answer.
-        progress: whether to say before each trial what may follow; by default on a terminal and in a notebook.
+        progress: whether to name each trial before it runs; by default on a terminal and in a notebook.
 
     Raises:
         ConfigError: an unknown target or preset, a prepared model, a floor or a metric of the float model that is not a

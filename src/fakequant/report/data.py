@@ -350,7 +350,7 @@ def from_json(text: str) -> ReportData:
             raise UnexpectedValue(f"{row.name!r:.80} has edges and counts that are not a histogram")
     for row in found.channels:
         if len(row.lowest) != len(row.highest) or not all(map(math.isfinite, (*row.lowest, *row.highest))):
-            raise UnexpectedValue(f"{row.name!r:.80} has ends of channels that are not pairs of numbers")
+            raise UnexpectedValue(f"{row.name!r:.80} needs a finite lowest and highest value for each channel")
     return found
 
 

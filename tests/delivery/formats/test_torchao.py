@@ -184,7 +184,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, str]], Any], str]
     "cut": (change(CODES, lambda x: x[1:]), r"of 0, _weight_qdata is torch.int8 of shape \[31, 64\]"),
     "lost": (lambda tensors, texts: tensors.pop(SCALE), "lacks 0._weight_scale"),
     "swapped": (change(SCALE, lambda x: x.T.contiguous()), r"_weight_scale is torch.float32 of shape \[2, 32\]"),
-    "range": (change(CODES, lambda x: x.fill_(9)), "codes of 0.weight hold 17, but int4 has 16 codes"),
+    "range": (change(CODES, lambda x: x.fill_(9)), "codes of 0.weight hold 9, but the codes of int4 are -8 to 7"),
     "points": (change(POINT, lambda x: x + 0.5), "zero points are not whole numbers"),
     "far points": (change(POINT, lambda x: x + 100), "zero"),
     "NaN": (change(SCALE, lambda x: x * torch.nan), "scale"),

@@ -226,8 +226,8 @@ def test_quantizers_have_the_scales_of_codes() -> None:
     [
         (lambda w: replace(w, codes=w.codes[:8]), r"0\.weight are of shape \[8, 16\], but the weight"),
         (lambda w: replace(w, codes=w.codes.float()), r"0\.weight are torch\.float32, but int4 has torch.int8"),
-        (lambda w: replace(w, codes=w.codes + 20), r"codes of 0\.weight hold \d+, but int4 has 16 codes"),
-        (lambda w: replace(w, codes=w.codes - 20), r"codes of 0\.weight hold -\d+, but int4 has 16 codes"),
+        (lambda w: replace(w, codes=w.codes + 20), r"codes of 0\.weight hold \d+, but the codes of int4 are -8 to 7"),
+        (lambda w: replace(w, codes=w.codes - 20), r"codes of 0\.weight hold -\d+, but the codes of int4 are -8 to 7"),
         (lambda w: replace(w, scale=-w.scale), "_weight_quantizer cannot be used: scale must be a positive"),
         (lambda w: replace(w, scale=w.scale[:3]), r"scale has shape \[3, 1\]"),
         (lambda w: replace(w, zero_point=torch.zeros(16, 1, dtype=torch.int32)), "has a zero point, but .* symmetric"),

@@ -375,10 +375,10 @@ def test_codes_of_another_kind_are_refused():
     check_codes(codes[:0], (0,), INT4)
     for wrong, format, error, text in [
         (codes, UINT8, QParamsError, "are torch.int8, but uint8 has torch.uint8"),
-        (codes - 1, INT4, QParamsError, "hold -1, but int4 has 16 codes"),
-        (codes + 1, INT4, QParamsError, "hold 16, but int4 has 16 codes"),
+        (codes - 1, INT4, QParamsError, "hold -9, but the codes of int4 are -8 to 7"),
+        (codes + 1, INT4, QParamsError, "hold 8, but the codes of int4 are -8 to 7"),
         (codes[None], INT4, ShapeError, r"are of shape \[1, 2\], but the weight of shape \[2\]"),
-        (codes.view(torch.uint8), NF4, QParamsError, "hold 248, but nf4 has 16 codes"),
+        (codes.view(torch.uint8), NF4, QParamsError, "hold 248, but the codes of nf4 are 0 to 15"),
         (codes, FLOAT8_E4M3FN, QParamsError, "are torch.int8, but float8_e4m3fn has torch.float8_e4m3fn"),
     ]:
         with pytest.raises(error, match=text):

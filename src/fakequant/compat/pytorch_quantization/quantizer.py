@@ -329,7 +329,7 @@ class TensorQuantizer(PreciseModule):
 
     @property
     def pre_quant_scale(self) -> Tensor | None:
-        """The factor that multiplies tensors before all steps, even when disabled; None for no factor."""
+        """The factor by which tensors are multiplied first, also if the quantizer is disabled; None for no factor."""
         return self._buffers.get("_pre_quant_scale")
 
     @pre_quant_scale.setter

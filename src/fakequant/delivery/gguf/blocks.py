@@ -366,7 +366,7 @@ class GgufTensor(NamedTuple):
 
     Attributes:
         shape: the shape in torch: a row lies along the last axis.
-        make: a function that returns the content, [rows..., bytes] of uint8 or numbers.
+        make: a function that returns the content: the bytes of blocks, uint8 [rows..., bytes], or numbers [shape].
     """
 
     kind: str

@@ -320,7 +320,7 @@ def _first(layer: Any) -> str:
 
 @torch.no_grad()
 def _tokens_of_experts(top_k_index: Tensor, experts: int) -> list[tuple[int, Tensor, Tensor]]:
-    """For each expert that gets tokens: its index, and the indices in k and in tokens of its entries in [tokens, k]."""
+    """For each expert with tokens: its index, and the columns and rows where `top_k_index` [tokens, k] names it."""
     # Sorted by place, then by token, as in transformers' classes. Expert parallelism gives tokens of other processes
     # the index after the last expert. Copying the counts of tokens to the host is the only wait for an accelerator.
     index = top_k_index.t().flatten()

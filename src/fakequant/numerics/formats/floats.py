@@ -476,9 +476,10 @@ def check_codes(codes: Tensor, shape: tuple[int, ...], format: Format) -> None:
     is_plain = format.grid.mantissa_bits is None and codes.dtype in (torch.int8, torch.uint8, torch.int16, torch.int32)
     first = lowest_of(format) if is_plain else 0
     ends = (codes if is_plain else patterns_of(codes, format)).aminmax() if codes.numel() else (first, first)
-    lowest, highest = (int(end) - first for end in ends)
-    if lowest < 0 or highest >= count_of(format):
-        raise QParamsError(f"hold {min(lowest, 0) or highest}, but {format} has {count_of(format)} codes")
+    lowest, highest, last = *map(int, ends), first + count_of(format) - 1
+    if lowest < first or highest > last:
+        wrong = lowest if lowest < first else highest
+        raise QParamsError(f"hold {wrong}, but the codes of {format} are {first} to {last}")
 
 
 class Specials(Enum):

@@ -129,7 +129,7 @@ def largest_kernel(
 
 @triton.jit
 def power_of(field):
-    """The least p for which 2**(30 * p) is above all numbers with an exponent field."""
+    """The least p for which 2**(30 * p) is above all float64 numbers whose exponent field is `field`."""
     return (field - 1022 + 29 + 1020) // 30 - 34  # + 1020 makes `//` round down
 
 
