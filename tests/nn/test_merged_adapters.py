@@ -161,8 +161,8 @@ def test_a_model_with_adapters_is_prepared_by_a_training():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"use_dora": True}, r"0: the adapter 'default' is a Dora\w+, which is not a sum of weights"),
-        ({"lora_dropout": 0.1}, r"'default' drops out inputs, which a merged weight cannot do; give LoraConfig lora_"),
+        ({"use_dora": True}, r"0: the adapter 'default' is a Dora\w+, whose merged weight is not W \+ scaling"),
+        ({"lora_dropout": 0.1}, r"'default' applies dropout to its input, which a merged weight cannot do; give Lora"),
     ],
 )
 def test_what_no_weight_can_hold_is_refused(options, told):
@@ -179,11 +179,11 @@ def test_what_no_weight_can_hold_is_refused(options, told):
 
 def test_other_uses_are_refused():
     quantized = fq.prepare(peft.get_peft_model(linear(), lora()), "int8")
-    with pytest.raises(ConfigError, match=r"0: a layer of its adapter is quantized, at lora_A.*skip=\['\*lora_\*'\]"):
+    with pytest.raises(ConfigError, match=r"0: the adapter has the quantizer lora_A.*skip=\['\*lora_\*'\]"):
         train_merged(quantized)
     model = train_merged(peft.get_peft_model(based(), lora()))
     model.add_adapter("other", lora())
-    with pytest.raises(ConfigError, match="several adapters in a batch have no single merged weight"):
+    with pytest.raises(ConfigError, match="several adapters in a batch, which have no single merged weight"):
         model.eval()(X, adapter_names=["default"] * 8 + ["other"] * 8)
 
 

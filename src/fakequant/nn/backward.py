@@ -1,4 +1,4 @@
-"""Products of an input with a weight or another input, whose two products in the backward pass are quantized.
+"""Products of an input with a weight or with another input, and their two backward products, which are quantized.
 
 Sources: NVIDIA, arXiv 2509.25149 (NVFP4: stochastic rounding of gradients, a random Hadamard matrix along the tokens);
 Quartet, arXiv 2505.14669 (MXFP4: both products).
@@ -34,21 +34,21 @@ _AXES = {0: {-1: 0, 0: 1}, 1: {-1: 1, 0: 0}}
 
 @dataclass(frozen=True)
 class GradientConfig:
-    """How the factors of a layer's backward products are quantized, by default with the range of each tensor.
+    """The specifications by which the factors of a layer's backward products are quantized, each in its present range.
 
     The gradient dy of the output is a factor of both products: dx = dy W, a sum over outputs, and dW = dy^T x, a sum
     over tokens. In a specification axis -1 is the axis of the sum, and axis 0 the other axis.
 
     Args:
-        gradient: the specification of dy in both products; stochastic rounding keeps the gradient unbiased. Infinity
-            becomes NaN, so that a GradScaler sees it.
+        gradient: the specification of dy in both products; stochastic rounding keeps the gradient unbiased. An
+            infinite dy becomes NaN, so that a GradScaler skips the step.
         input: the specification for the unquantized x in dW; None: dW reads x as quantized for the forward product.
         weight: the specification for the unquantized W in dx; None: dx reads W as quantized for the forward product,
             which suits square blocks.
-        hadamard: the block of a Hadamard matrix with random signs, by which both factors of a product are multiplied
-            along the axis of the sum before they are quantized, so that a large value is spread. It is used in dW if
-            `input`, in dx if `weight` is a specification; never in convolutions, which also sum over positions. 0: no
-            matrix.
+        hadamard: the block size of a Hadamard matrix with random signs. Before quantization both factors of a product
+            are multiplied by the matrix along the axis of the sum, which spreads a large value over a block. dW uses
+            the matrix if `input` is a specification, dx if `weight` is a specification. Convolutions never use the
+            matrix, because they also sum over positions. 0: no matrix.
 
     Raises:
         SpecError: no specification of the gradient, or one that cannot be read.
@@ -89,8 +89,8 @@ class GradientConfig:
         object.__setattr__(self, "operands", operands)
         if hadamard and input is None and weight is None:
             raise ConfigError(
-                "hadamard needs both operands of a backward product quantized, not only the gradient; give input= (for "
-                "the weight's gradient) or weight= (for the input's gradient)"
+                f"hadamard={hadamard} needs both operands of a backward product quantized, but only the gradient is; "
+                "give input= (for the weight's gradient) or weight= (for the input's gradient)"
             )
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class GradientConfig:
         return f"GradientConfig.parse({str(self)!r})"
 
     def to_text(self) -> str:
-        """`str(self)`, for files; see `QuantSpec.to_text`."""
+        """The same text as `str(self)`, for files; raises the errors of `QuantSpec.to_text`."""
         for spec in (self.gradient, self.input, self.weight):
             if spec is not None:
                 spec.to_text()
@@ -121,8 +121,8 @@ class GradientConfig:
             name, equals, value = part.partition("=")
             if not equals or name not in _OTHERS or name in found:
                 raise ConfigError(
-                    f"cannot read {part!r} in the gradient {text!r}: after the specification of the gradient come "
-                    f"{', '.join(f'{one}=' for one in _OTHERS)}, each once, with ';' between them"
+                    f"cannot read {part!r} in the gradient {text!r}: after the specification of the gradient, expected "
+                    f"{', '.join(f'{one}=' for one in _OTHERS)}, each at most once, with ';' between them"
                 )
             found[name] = value
         block = found.pop("hadamard", "0")
@@ -191,13 +191,15 @@ def _declared(x: Tensor, block: int, axis: int) -> Tensor:
 
 
 class Backward(NamedTuple):
-    """How the two backward products of a product are quantized."""
+    """How dx and dW, the two backward products of a forward product, are quantized."""
 
     config: GradientConfig
 
     def quantized(self, operand: str, axis: int, x: Tensor) -> Tensor:
-        """Quantize x, the factor "gradient", "input" or "weight", for a sum over `axis`; unchanged without a
-        specification."""
+        """Quantize x for a sum over `axis` of x, by the specification of the factor that `operand` names.
+
+        `operand` is "gradient", "input" or "weight". Without a specification, x is returned unchanged.
+        """
         spec = self.config.operands[operand, axis]
         if spec is None:
             return x
@@ -214,7 +216,7 @@ class Backward(NamedTuple):
 
 
 class Trained(nn.Module):
-    """A module whose products may have quantized backward products."""
+    """Base of modules that multiply tensors and may quantize the backward products."""
 
     gradient: GradientConfig | None = None
     """How the products of the backward pass are quantized; None leaves them in float."""
@@ -225,14 +227,17 @@ class Trained(nn.Module):
 
 
 class Factor(NamedTuple):
-    """A factor of a product: quantized (`value`) and unquantized (`before`); one tensor if gradients stay in float."""
+    """A factor of a product, quantized (`value`) and unquantized (`before`).
+
+    If gradients stay in float, `before` is the same object as `value`.
+    """
 
     value: Tensor
     before: Tensor
 
     @classmethod
     def of(cls, layer: Any, attribute: str, x: Tensor) -> Factor:
-        """The factor for a tensor that the quantizer at an attribute of a layer quantizes."""
+        """The factor for x, which is quantized by the quantizer in the attribute `attribute` of `layer`."""
         value = layer.quantized(attribute, x)
         return cls(value, value if layer.gradient is None else x)
 
@@ -264,7 +269,10 @@ class Gradients(NamedTuple):
     def _operands(
         self, dy: Tensor, rounded: Tensor | None, axis: int, other: Tensor, name: str
     ) -> tuple[Tensor, Tensor]:
-        """dy (`rounded` if it is not None) and the factor `other`, quantized, for a sum over `axis` of dy."""
+        """The quantized dy, or `rounded` if that is not None, and the quantized `other`, for a sum over `axis` of dy.
+
+        `name` says which factor `other` is: "input" or "weight".
+        """
         config = self.how.config
         if config.hadamard and self.product.rotates and config.operands[name, 0] is not None:
             dy, other = rotated(dy, config.hadamard, axis), rotated(other, config.hadamard)
@@ -273,13 +281,13 @@ class Gradients(NamedTuple):
 
 
 class WeightedSum(ABC):
-    """A product of an input with a weight that is a sum over channels, and its two backward products."""
+    """A product of an input with a weight, summed over input channels, and its two backward products."""
 
     rotates: ClassVar[bool] = False
     """Whether a matrix can rotate the axes of rows and outputs, over which the backward products sum."""
 
     def padded(self, x: Tensor) -> Tensor:
-        """The input with the padding that is added before the product."""
+        """The input x, padded as the product needs it."""
         return x
 
     @abstractmethod
@@ -463,7 +471,7 @@ class _MultipliedInTransforms(_Multiplied):
 
 
 def is_trained(config: GradientConfig | None) -> bool:
-    """Whether gradients are computed and quantized now; False while an exporter or torch.jit.trace records."""
+    """Whether gradients are enabled and `config` quantizes them; False while an exporter or torch.jit.trace records."""
     return config is not None and torch.is_grad_enabled() and not is_recorded()
 
 
@@ -506,7 +514,7 @@ def multiplied(
 
 
 def matmul(how: Backward | None, x: Factor, other: Factor) -> Tensor:
-    """`x @ other`, as `multiplied`; for a matrix `other`, all axes of x but the last are rows."""
+    """`x @ other`, computed by `multiplied`. If `other` is a matrix, all axes of x except the last count as rows."""
     if other.value.dim() == 1:
         return matmul(how, x, other.map(lambda own: own[:, None])).squeeze(-1)
     if other.value.dim() == 2:
@@ -517,9 +525,9 @@ def matmul(how: Backward | None, x: Factor, other: Factor) -> Tensor:
 
 
 def trained_product(layer: Any, x: Tensor, config: GradientConfig) -> Tensor | None:
-    """The output of a quantized layer whose backward products are quantized, too; None if they are not.
+    """The output of a quantized layer with quantized backward products; None if the backward products stay in float.
 
-    A layer whose quantizers are off computes in float, gradients too. An exporter or torch.jit.trace records the layer
+    A layer whose quantizers are off computes gradients in float, too. An exporter or torch.jit.trace records the layer
     without quantized backward products, since its graph cannot express them.
     """
     is_on = is_trained(config) and (layer.is_on("_input_quantizer") or layer.is_on("_weight_quantizer"))

@@ -1,12 +1,13 @@
-"""Tensors that carry the integers which a device computes between two quantizers, through a forward in torch.
+"""Tensors that carry, through a `forward` in torch, the integers that a device computes between two quantizers.
 
 When a model simulates a device, a quantizer returns a `DeviceTensor`: values for torch, and the codes of the device. A
 function of such tensors adds to its result the integers from which the device will store codes: a product its exact
 sums, a sum of two tensors the codes of both. The next quantizer turns these integers into codes by the rule of the
-device, and returns their values. Gradients are those of fake quantization. A function without a rule computes in float.
-Without gradients, values that the next quantizer overwrites are computed only where they are read.
+device, and returns the values of the codes. Gradients are those of fake quantization. A function without a rule
+computes in float. Without gradients, values that the next quantizer replaces are computed only where they are read.
 
-No layer knows of this: `DeviceTensor` sees the functions of torch that layers and a user's `forward` call.
+Layers contain no code for this: `DeviceTensor` intercepts the functions of torch that layers and a user's `forward`
+call.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ _Made = TypeVar("_Made")
 
 
 class CodeGrid(NamedTuple):
-    """The values of a quantizer's codes: (code - zero_point) * scale.
+    """The codes of a quantizer, and their values: (code - zero_point) * scale.
 
     Attributes:
-        scale: float64, one number, or one for each channel in the tensor's axes.
+        scale: float64, one number, or one number for each channel in a shape that broadcasts with the tensor.
         zero_point: the code of 0.
         low: the smallest code.
         high: the largest code.
@@ -75,7 +76,7 @@ class CodeGrid(NamedTuple):
 
     @property
     def is_wide(self) -> bool:
-        """Whether there are more codes than 8 bits hold."""
+        """Whether the codes need more than 8 bits."""
         return self.high - self.low > 255
 
     @property
@@ -88,7 +89,7 @@ class CodeGrid(NamedTuple):
 
 
 class Kept:
-    """The `CodeGrid`, packed weight and constants that a quantizer caches between calls; a copy or pickle is empty."""
+    """A quantizer's cache of its `CodeGrid`, packed weight and constants; a copy or pickle of the cache is empty."""
 
     stores: tuple[Any, ...] | None = None
     """The device and settings under which the last call stored codes; None before."""
@@ -100,7 +101,7 @@ class Kept:
         self._made: dict[Any, Any] = {}
 
     def grid(self, scale: Tensor, zero_point: Tensor | None, low: int, high: int) -> CodeGrid:
-        """The `CodeGrid` with these parameters; the object of the last call if its parameters were the same."""
+        """The `CodeGrid` with these parameters; the same object as in the last call if the parameters are equal."""
         # `item` takes 0.3 us of a number; `torch.equal` 1.5 us.
         numbers = low, high, *(x.item() if x.numel() == 1 else x.shape for x in (scale, zero_point) if x is not None)
         if self._grid is not None:
@@ -136,10 +137,10 @@ class GridCodes(NamedTuple):
     """A tensor as codes in the device's memory.
 
     Attributes:
-        stored: the codes in an integer dtype; in a float dtype if gradients are wanted, or values may be NaN.
+        stored: the codes in an integer dtype; or in a float dtype if gradients are enabled or values may be NaN.
         grid: the values of the codes.
         kept: for a weight, the cache of its quantizer.
-        source: the result that was rounded to these codes, if a rule computed it.
+        source: the result that a rule of the device rounded to these codes; None without a rule.
     """
 
     stored: Tensor
@@ -171,9 +172,9 @@ class Sums(NamedTuple):
         of_input: the scale of the input, float64, of one element.
         of_weight: the scales of the other factor, float64, broadcasts with the sums.
         bias: float64, broadcasts with the sums.
-        kept: constants that a rule made for the same scales and bias in earlier calls, by keys that the rule chose.
-        of_zero: where the input has codes of more than 8 bits, its zero point times the sums of the weight's codes,
-            float64, broadcasts with the sums.
+        kept: the cache of constants that a rule computed for the same scales and bias in earlier calls.
+        of_zero: the zero point of the input times the sums of the weight's codes, float64, broadcasts with the sums;
+            only for an input with codes of more than 8 bits.
     """
 
     sums: Tensor
@@ -193,7 +194,7 @@ class Sums(NamedTuple):
         return torch.addcmul(self.bias, self.sums.double(), self.of_weight * self.of_input).to(dtype)
 
     def once(self, key: tuple[Any, ...], grid: CodeGrid, make: Callable[[], _Made]) -> _Made:
-        """The constants that a rule needs for codes in `grid`, made once: they depend on scales and bias alone."""
+        """The constants that `make` computes for codes in `grid`, from the cache if it has them under `key`."""
         key = *key, id(grid.scale), grid.zero_point
         kept = {} if self.kept is None else self.kept
         if key not in kept:
@@ -202,7 +203,7 @@ class Sums(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The coded tensors that a function reads; for a mean they hold sums of elements.
+    """The tensors of codes that a function reads; for a mean, the tensor holds sums of codes.
 
     Attributes:
         tensors: the tensors.
@@ -232,12 +233,12 @@ class Computed:
     Attributes:
         function: the canonical name of the function, or "strided depthwise".
         parts: the `Sums` or `Operands` from which the result is computed.
-        least: the lower bound, of a ReLU.
-        most: the upper bound, of a ReLU6.
-        is_whole: whether all codes in it are integers, and none is NaN.
-        made: the codes of the result, by the parameters of the quantizer for which they were made.
-        moves: the functions, in order, that reshaped the result or took the maximum of neighbours. Codes rise with
-            their values, so that the maximum can be taken of codes, too.
+        least: the lower bound of the result, such as 0 after a ReLU.
+        most: the upper bound of the result, such as 6 after a ReLU6.
+        is_whole: whether all codes in `parts` are integers, and none is NaN.
+        made: the codes of the result, by the parameters of the quantizer that stores them.
+        moves: the functions, in order, that reshaped the result or took the maximum of neighbours; they are applied
+            to the codes.
     """
 
     function: str
@@ -255,15 +256,16 @@ class Device:
 
     Attributes:
         name: the name of the engine.
-        rules: by the canonical name of a function; "strided depthwise" is a depthwise convolution with a stride,
-            "product" any convolution, linear layer or matrix product without a rule by name. A rule takes `Sums` or
-            `Operands`, and the quantizer's `CodeGrid` with the bounds of a ReLU; it returns a new tensor of codes, as
-            floats, or as integers that are clamped to the bounds.
-        source: the program from which the rules come, and how far the rules were compared with it.
-        wide: the rules where activations have codes of 16 bits, before and after the function.
+        rules: the rules by the canonical name of a function. "strided depthwise" is a depthwise convolution with a
+            stride; "product" is any convolution, linear layer or matrix product without a rule by name. A rule takes
+            `Sums` or `Operands`, and the quantizer's `CodeGrid`, whose first and last code are the bounds of a ReLU or
+            clamp. It returns a new tensor of codes, as floats, or as integers that are clamped to the bounds.
+        source: the program from which the rules come, and how far the rules were compared with that program.
+        wide: the rules for functions whose inputs and result have codes of 16 bits.
         unsigned: whether codes of activations are unsigned.
-        joins: whether the engine fuses a function with the ReLU or clamp that reads its result, where a bound is the
-            first or the last code. A fused function rounds once, and the other bound has no effect.
+        joins: a function that says whether the engine fuses a result with the ReLU or clamp that reads it; called if
+            a bound is the first or the last code. A fused result is rounded once, and the other bound has no effect.
+        merges: the name of the rule for two functions that the engine computes as one, by their canonical names.
     """
 
     name: str
@@ -278,7 +280,7 @@ class Device:
         return f"Device({self.name!r}, rules for {', '.join(sorted(self.rules))})"
 
     def codes(self, computed: Computed, grid: CodeGrid) -> Tensor | None:
-        """The codes of a result for a quantizer that stores in `grid`; None if the device has no rule for it."""
+        """The codes of the result `computed` for a quantizer with the codes `grid`; None without a rule for it."""
         rules = self.wide if grid.is_wide else self.rules
         rule = rules.get(computed.function)
         if rule is None and isinstance(computed.parts, Sums):
@@ -314,7 +316,7 @@ def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class DeviceTensor(Tensor):
-    """Values with the codes of the device, or with a result that is not rounded to codes yet.
+    """A tensor of values that also carries the device's codes, or a result that is not rounded to codes yet.
 
     The values may be computed only when they are read; until then the tensor itself holds NaN.
     """
@@ -330,7 +332,7 @@ class DeviceTensor(Tensor):
 
     @classmethod
     def of(cls, values: Tensor, has: GridCodes | Computed, device: Device) -> DeviceTensor:
-        """A tensor of values that carries its codes on the device; gradients flow through the values."""
+        """A tensor of `values` that carries `has`: codes or an unrounded result. Gradients flow through the values."""
         made = _counting_writes(values).as_subclass(DeviceTensor)
         made.has, made.device_of = has, device
         return made
@@ -352,7 +354,7 @@ class DeviceTensor(Tensor):
 
     @property
     def has(self) -> GridCodes | Computed | None:
-        """The codes, or a result that is not rounded yet; None if the values were written to since."""
+        """The codes, or a result that is not rounded yet; None if the values were overwritten after that."""
         return self._has if self._has is None or self._written == self._writes else None
 
     @has.setter
@@ -383,7 +385,7 @@ class DeviceTensor(Tensor):
         return self.bare if self.read is None else self.read
 
     def as_subclass(self, cls: Any) -> Any:
-        """The values as another class, without a call of `__torch_function__`."""
+        """The values as a tensor of the class `cls`, without a call of `__torch_function__`."""
         return plain(self).as_subclass(cls)
 
     @classmethod
@@ -427,7 +429,7 @@ class DeviceTensor(Tensor):
 
 
 def _counting_writes(values: Tensor) -> Tensor:
-    """The values as a tensor with a count of writes, which tensors of inference mode lack: a copy of these."""
+    """The tensor itself; a copy if it was made in inference mode, where torch does not count writes."""
     with torch.inference_mode(False):
         return values.clone() if values.is_inference() else values
 
@@ -439,12 +441,12 @@ def _are_late(*tensors: Any) -> bool:
 
 
 def _trains(args: Any, kwargs: Any) -> bool:
-    """Whether a call of a dropout drops elements: it is in training mode, and p is not 0."""
+    """Whether these arguments make a call of `dropout` drop elements: `training` is true, and p is not 0."""
     return bool(kwargs.get("training", args[2] if len(args) > 2 else True)) and kwargs.get("p", args[1:2] or 1) != 0
 
 
 def plain(value: Any) -> Any:
-    """The argument with plain tensors of values in place of DeviceTensors, also inside tuples, lists and dicts."""
+    """`value` with each DeviceTensor replaced by a plain tensor of its values, also in tuples, lists and dicts."""
     if isinstance(value, DeviceTensor):
         return value.known
     if isinstance(value, tuple | list):
@@ -453,7 +455,7 @@ def plain(value: Any) -> Any:
 
 
 class _Straight(torch.autograd.Function):
-    """Returns the values of the device in the forward pass, and the gradient of the simulation in the backward pass."""
+    """Returns the device's values in the forward pass; in the backward pass, the simulated values get the gradient."""
 
     @staticmethod
     def forward(ctx: Any, simulated: Tensor, values: Tensor) -> Tensor:
@@ -472,13 +474,13 @@ def stored(
     encode: Callable[[Tensor], Tensor | None] | None,
     kept: Kept | None,
 ) -> Tensor:
-    """The output of a quantizer under a device: x with codes by the rule of the function that computed it.
+    """The output of a quantizer that simulates `device`: x, with codes by the rule of the function that computed x.
 
     Args:
         device: the arithmetic.
         x: the quantizer's input.
-        grid: the values of the quantizer's codes.
-        quantize: fake-quantizes x; its values count where no rule computed the codes of x.
+        grid: the quantizer's codes and their values.
+        quantize: fake-quantizes x; returns the output if no rule of the device computes the codes of x.
         encode: returns the codes of x, or None if x holds NaN; if `encode` is None, `quantize` is called.
         kept: the cache of a weight's quantizer.
     """
@@ -510,7 +512,7 @@ def _device_of(*tensors: Any) -> Device | None:
 
 
 def _call(func: Any, args: Any, kwargs: Any, device: Device, computed: Computed, shape: Sequence[int]) -> Tensor:
-    """Call a function on values, and attach `computed`; values are computed late if those of all arguments are."""
+    """The result of `func` on values, which carries `computed`; it is computed late if all arguments are."""
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, DeviceTensor)]
     is_late = all(x.late is not None and x.dtype == operands[0].dtype for x in operands) and "dtype" not in kwargs
     if torch.is_grad_enabled() or not is_late:
@@ -528,7 +530,7 @@ def _call(func: Any, args: Any, kwargs: Any, device: Device, computed: Computed,
 
 
 def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
-    """A product of two tensors of codes as a DeviceTensor with exact sums; NotImplemented for other arguments."""
+    """The product of two tensors of codes, as a DeviceTensor with exact sums; NotImplemented for other arguments."""
     arguments = arguments_of(called, args, kwargs)
     factors: list[Any] = [arguments.get(operand.name) for operand in called.operands[:2]]
     if (device := _device_of(*factors)) is None or factors[0].has.grid.scale.numel() > 1:
@@ -590,7 +592,7 @@ def _product(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _whole_sums(name: str, x: GridCodes, other: GridCodes, args: Any, kwargs: Any) -> Tensor | None:
-    """Exact sums of a product of codes by integer kernels, int32 or float32; None if no kernel fits."""
+    """Exact sums of products of codes, int32 or float32, computed by integer kernels; None if no kernel fits."""
     if not (x.is_whole and other.is_whole) or other.kept is None or other.grid.zero_point:
         return None
     if name == "linear":
@@ -607,9 +609,9 @@ def _whole_sums(name: str, x: GridCodes, other: GridCodes, args: Any, kwargs: An
 def _without_borders(
     called: CalledAs, summed: Callable[..., Tensor], x: Tensor, weight: Tensor, args: Any, kwargs: Any
 ) -> Tensor:
-    """The sums of a weight's codes over the whole window, as at positions far from any border: [out].
+    """For each output, the sum of all codes of the weight that it multiplies, as if no border cut the window: [out].
 
-    For matrices the shape is [..., 1, out]. Sums of a transposed convolution differ by position: [1, out, ...].
+    For `matmul` the shape is [..., 1, out]; for a transposed convolution, where sums differ by position, [1, out, ...].
     """
     if called.function.name == "matmul":
         return weight.sum(-2, keepdim=True)
@@ -651,7 +653,7 @@ def _exact_sums(
     operands: Sequence[SiteOperand],
     groups: int,
 ) -> Tensor:
-    """The exact sums of products of codes, float64, computed in float32 in parts too short to round."""
+    """The exact sums of products of codes, float64: float32 sums of parts that are too short to be rounded, added."""
     grid, (of_x, of_other) = x.grid, operands
     reach = max(abs(grid.low - grid.zero_point), abs(grid.high - grid.zero_point))
     axes = [of_other.reduction, *range(-of_other.positions, 0)]
@@ -668,7 +670,7 @@ def _exact_sums(
 
 
 def _bounded(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Apply a ReLU or clamp to codes, or to a result that is not rounded yet; NotImplemented without a rule."""
+    """Apply a ReLU or clamp to codes, or to a result that is not rounded yet; else return NotImplemented."""
     x, *rest = (*args, *kwargs.values())
     if not isinstance(x, DeviceTensor) or x.has is None or any(isinstance(bound, Tensor) for bound in rest):
         return NotImplemented
@@ -690,7 +692,10 @@ def _bounded(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _moved(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Reshape codes or an unrounded result, or take the maximum of neighbours; else NotImplemented."""
+    """Apply `func`, which reshapes or takes the maximum of neighbours, to codes or an unrounded result.
+
+    NotImplemented if the first argument carries neither.
+    """
     x = args[0]
     if not isinstance(x, DeviceTensor) or x.has is None:
         return NotImplemented
@@ -726,7 +731,7 @@ def _moved(name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _window(name: str, args: Any, kwargs: Any, x: Tensor, result: Tensor) -> tuple[int, ...]:
-    """The count of elements in each mean along each axis of x; () where the counts differ or windows overlap or pad."""
+    """How many elements of x a mean averages along each axis; () if means differ in that, or windows overlap or pad."""
 
     def each(value: Any) -> tuple[int, ...]:
         return tuple(value) if isinstance(value, tuple | list) else (value,)
@@ -751,7 +756,7 @@ def _window(name: str, args: Any, kwargs: Any, x: Tensor, result: Tensor) -> tup
 
 
 def _merged(device: Device, name: str, operands: Sequence[GridCodes]) -> Computed | None:
-    """The result of a function that the device merges with the function that computed an operand; else None."""
+    """The unrounded result if the device computes `name` and the function of one operand as one; else None."""
     for x, y in itertools.permutations(operands, 2):
         if (source := y.source) is None or (rule := device.merges.get((source.function, name))) is None:
             continue
@@ -763,7 +768,7 @@ def _merged(device: Device, name: str, operands: Sequence[GridCodes]) -> Compute
 
 
 def _of_stored(called: CalledAs, func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function of codes for which the device has a rule, such as a sum or a mean; else NotImplemented."""
+    """Call a function of codes, such as a sum or a mean; NotImplemented if the device has no rule for the function."""
     tensors, name = tuple(arguments_of(called, args, kwargs).values()), called.function.name
     if len(tensors) < called.function.fewest or (device := _device_of(*tensors)) is None:
         return NotImplemented

@@ -1,9 +1,9 @@
-"""The functions whose operands can get quantizers where a model calls them: names, aliases, operands and axes.
+"""The table of functions whose calls in a model can get quantizers: names, aliases, operands and axes.
 
 torch offers one function under many objects (`torch.add`, `Tensor.add_`, `operator.add`, `torch.ops.aten.add` ...). The
-table gives all of them one name, so that a call counts as the same whether it runs eagerly, compiled or in an export. A
-new function is one entry here, from which targets, counts, transforms and coverage know it; `register_function` adds
-one from outside.
+table gives these objects one name, so that a call counts as the same whether it runs eagerly, compiled or in an export.
+A new function is one entry here, which targets, counts, transforms and coverage read; `register_function` adds an entry
+at run time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Kwargs: TypeAlias = Mapping[str, Any]
 
 
 def of_einsum(args: Args, _: Kwargs) -> str:
-    """The equation in a call of `einsum`; "" if the call has lists of axes."""
+    """The equation in a call of `einsum`; "" if the call has lists of axes instead of an equation."""
     return args[0] if args and isinstance(args[0], str) else ""
 
 
 def of_tensordot(args: Args, kwargs: Kwargs) -> str:
-    """The equation of a call of `tensordot`.
+    """The `einsum` equation of a call of `tensordot`.
 
     >>> import torch
     >>> of_tensordot((torch.ones(2, 3, 4), torch.ones(4, 3, 5)), {"dims": ([1, 2], [1, 0])})
@@ -55,7 +55,7 @@ def of_tensordot(args: Args, kwargs: Kwargs) -> str:
 
 
 def of_vecdot(args: Args, kwargs: Kwargs) -> str:
-    """The equation of a call of `vecdot`, whose tensors may be broadcast.
+    """The `einsum` equation of a call of `vecdot`, which may broadcast its tensors.
 
     >>> import torch
     >>> of_vecdot((torch.ones(2, 3, 4), torch.ones(3, 1)), {"dim": 0})
@@ -69,7 +69,7 @@ def of_vecdot(args: Args, kwargs: Kwargs) -> str:
 
 
 def of_chain(args: Args, kwargs: Kwargs) -> str:
-    """The equation of a product of a list of matrices; the first and the last may be vectors.
+    """The `einsum` equation of a product of a list of matrices; the first and the last may be vectors.
 
     >>> import torch
     >>> of_chain(([torch.ones(2), torch.ones(2, 3), torch.ones(3, 4)],), {})
@@ -86,7 +86,9 @@ def of_chain(args: Args, kwargs: Kwargs) -> str:
 
 
 def axes_of(equation: str, place: int) -> tuple[int, int]:
-    """The axes of outputs (0 if none) and of the sum (-1 if none) in the term of an equation at `place`.
+    """The axis of outputs (0 if none) and the axis of the sum (-1 if none) of an `einsum` operand.
+
+    `place` is the index of the operand's term in the equation.
 
     >>> axes_of("bsd,dhk->bshk", 1), axes_of("ab,bc,cd->ad", 1)
     ((1, 0), (1, 0))
@@ -112,7 +114,7 @@ def axes_of(equation: str, place: int) -> tuple[int, int]:
 
 
 def _first_two(args: Args, kwargs: Kwargs, first: Sequence[str], second: Sequence[str]) -> list[Any]:
-    """Two tensors, by position or else by keyword."""
+    """The first two tensors of a call, by position, else by the first of their possible keywords."""
     named = [next((kwargs[name] for name in names if name in kwargs), None) for names in (first, second)]
     return [args[place] if place < len(args) else named[place] for place in (0, 1)]
 
@@ -174,15 +176,15 @@ def read_traits(table: str) -> dict[str, Trait]:
 
 @dataclass(frozen=True)
 class SiteOperand:
-    """A tensor argument of a function that may be quantized.
+    """A tensor argument that may be quantized, of a function of the table.
 
     Attributes:
         name: the attribute of a site that holds the argument's quantizer.
-        position: the place among the positional arguments.
+        position: the argument's index among the positional arguments.
         keywords: the names under which the argument may be passed.
-        channels: the axis of output channels, if the argument is a weight.
-        reduction: the axis that a product sums over; for other functions, the axis of features.
-        positions: how many of the last axes are positions of a kernel, over which a product sums, too.
+        channels: the argument's axis of output channels, if the argument is a weight.
+        reduction: the argument's axis that a product sums over; for other functions, the axis of features.
+        positions: how many of the argument's last axes are positions of a kernel, over which a product sums, too.
     """
 
     name: str
@@ -202,11 +204,11 @@ class SiteFunction:
         operands: the tensor arguments; empty if the function takes a list of tensors, see `list_position`.
         traits: how the function treats values.
         also: torch's other names of the function, and operators with their namespace, as "mylib::product".
-        fewest: how many float tensors a call needs to be a site: with 2, `x + 1` is not a site.
-        list_position: the first argument that belongs to a list of tensors, or None.
+        fewest: how many float tensors a call must have to be a site; with 2, `x + 1` is not a site.
+        list_position: the index of the argument where a list of tensors begins; None without a list.
         equation: returns the `einsum` equation of a call's arguments; None if the axes of `operands` always hold.
-        multiplications: counts multiply-accumulates, from the count of results and the operands, where torch's counter
-            cannot; None: results times the length of the first operand's reduction axis.
+        multiplications: returns the count of multiply-accumulates, from the count of results and the operands, where
+            torch's counter cannot. None: results times the length of the first operand's reduction axis.
     """
 
     name: str
@@ -226,8 +228,8 @@ class CalledAs:
     Attributes:
         function: the entry of the table.
         operands: the function's operands, with their positions in calls of this object.
-        plain: the function that computes the same without overwriting the first operand, if this object does.
-        inplace_position: the position of an argument `inplace`, or None.
+        plain: for an object that overwrites its first operand, the function that computes the same in a new tensor.
+        inplace_position: the index of an argument `inplace`; None without this argument.
     """
 
     function: SiteFunction
@@ -243,7 +245,10 @@ class CalledAs:
         return bool(args[position] if len(args) > position else kwargs.get("inplace", False))
 
     def without_writing(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        """A function that computes the same as `func` but overwrites nothing; an argument `inplace` becomes False."""
+        """A function that computes the same as `func` but overwrites nothing.
+
+        An argument `inplace` becomes False in `args` or `kwargs`.
+        """
         position = self.inplace_position
         if position is None:
             return func if self.plain is None else self.plain
@@ -394,7 +399,7 @@ def _table() -> dict[Any, CalledAs]:
 
 
 def _operators(function: SiteFunction, name: str) -> dict[str, CalledAs]:
-    """The operators of torch.ops that call a function, by their names without overload."""
+    """The operators of torch.ops that call `function` under `name`, by the operators' names without overload."""
     if "::" in name:
         return {name.replace("::", "."): CalledAs(function, function.operands)}
     written = CalledAs(function, function.operands, getattr(torch.ops.aten, name, None))
@@ -404,7 +409,7 @@ def _operators(function: SiteFunction, name: str) -> dict[str, CalledAs]:
 def einsum_operand(equation: str, name: str, place: int | None = None) -> SiteOperand:
     """The operand of an `einsum` for a term of its equation, with the axes that `axes_of` returns.
 
-    `place` is the index of the term; None: the index is at the end of `name`.
+    `place` is the index of the term; None: the number at the end of `name`.
 
     >>> einsum_operand("bsd,dhk->bshk", "input_1")
     SiteOperand(name='input_1', position=2, keywords=(), channels=1, reduction=0, positions=0)
@@ -420,7 +425,7 @@ _IN_PYTHON = tuple((method, CALLED_AS.pop(method)) for method in (Tensor.__rsub_
 
 
 def called_as(func: Any) -> CalledAs | None:
-    """The function that an object of torch calls, and how; None if the object's calls cannot have quantizers.
+    """How an object of torch calls a function of the table; None if the object's calls cannot have quantizers.
 
     >>> called_as(torch.Tensor.__rsub__).function.name
     'sub'
@@ -441,7 +446,7 @@ def register_function(function: SiteFunction, *objects: Callable[..., Any]) -> N
         objects: Python functions that dispatch by `__torch_function__`.
 
     Raises:
-        ConfigError: the name is taken, or no identifier.
+        ConfigError: another function has the name, or the name is not an identifier.
 
     >>> register_function(SiteFunction("my_product", _MATMUL, Trait.PRODUCT, also=("mylib::product",)))
     >>> sorted(canonical_ops(["my_product"]))
@@ -449,7 +454,7 @@ def register_function(function: SiteFunction, *objects: Callable[..., Any]) -> N
     >>> del SITE_FUNCTIONS["my_product"], CALLED_AS["mylib.product"]
     """
     if function.name in SITE_FUNCTIONS or not function.name.isidentifier():
-        raise ConfigError(f"a function's name is an identifier that no other function has, got {function.name!r}")
+        raise ConfigError(f"a function's name must be an identifier that no other function has, got {function.name!r}")
     SITE_FUNCTIONS[function.name] = function
     for name in function.also:
         CALLED_AS.update(_operators(function, name))
@@ -457,7 +462,9 @@ def register_function(function: SiteFunction, *objects: Callable[..., Any]) -> N
 
 
 def canonical_ops(ops: Iterable[str]) -> frozenset[str]:
-    """The canonical names of the functions in a rule; raises ConfigError with the nearest name for an unknown name.
+    """The canonical names of the functions that a rule names, also by a short name such as "sdpa".
+
+    Raises ConfigError for an unknown name, with the nearest known name.
 
     >>> sorted(canonical_ops(["sdpa", "add"]))
     ['add', 'scaled_dot_product_attention']
@@ -474,12 +481,15 @@ def canonical_ops(ops: Iterable[str]) -> frozenset[str]:
 
 
 def arguments_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The operands among the arguments of a call, by their names in the table."""
+    """The arguments of a call that are operands of the function, by the operands' names in the table."""
     return {name: holder[key] for name, holder, key in places_of(called, list(args), dict(kwargs))}
 
 
 def places_of(called: CalledAs, args: list[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """For each operand its name, and the list or dict and the key that hold it in the call; lists are copied first."""
+    """The name of each operand, the list or dict of the call that holds the operand, and the index or key in it.
+
+    A list of tensors among `args` or `kwargs` is replaced by a copy first.
+    """
     first = called.function.list_position
     if first is not None:
         if len(args) <= first:

@@ -1,6 +1,6 @@
-"""Products of quantized layers on integer units: codes times codes, exact sums, then scales and bias in float.
+"""Products of quantized layers in integers: codes times codes, exact sums, then scales and bias in float.
 
-`numerics/products.py` defines the result and `ops/products.py` computes it. Integer products serve inference: if a
+`numerics/products.py` defines the result, which `ops/products.py` computes. Integer products are for inference: if a
 gradient is needed, the layer computes in float on quantized values.
 """
 
@@ -32,12 +32,12 @@ from fakequant.ops.products import PackedWeight
 
 
 class Watched:
-    """Shows tensors inside a module's call to registered functions, because torch's hooks do not get these tensors."""
+    """Base of modules that pass tensors from inside their `forward`, which no hook of torch sees, to functions."""
 
     _watching: Mapping[int, Callable[..., None]] = MappingProxyType({})
 
     def watch(self, see: Callable[..., None]) -> RemovableHandle:
-        """Register a function that is called with the shown values; the handle removes it, as for hooks of torch."""
+        """Register the function `see`, which `show` calls; the returned handle removes it, as for hooks of torch."""
         watching: dict[int, Any] = vars(self).setdefault("_watching", OrderedDict())
         handle = RemovableHandle(watching)
         watching[handle.id] = see
@@ -45,11 +45,11 @@ class Watched:
 
     @property
     def is_watched(self) -> bool:
-        """Whether any function is registered."""
+        """Whether `watch` has registered a function."""
         return len(self._watching) > 0  # Dynamo takes an empty mapping proxy for true
 
     def show(self, *values: Any) -> None:
-        """Call all registered functions with the values."""
+        """Call all functions that `watch` has registered with the values."""
         for see in tuple(self._watching.values()):  # a lane of `improve` may stop in one, while others come
             see(*values)
 
@@ -69,7 +69,7 @@ class Execution(Enum):
 
 
 def as_execution(value: Execution | str) -> Execution:
-    """An execution from its name; an `Execution` is returned unchanged. Other values raise ConfigError."""
+    """The `Execution` with a name; an `Execution` is returned unchanged. Raises ConfigError for other values."""
     try:
         return Execution(value)
     except ValueError as error:
@@ -104,14 +104,14 @@ def wants_gradient(layer: Any, *tensors: Tensor | None) -> bool:
 
 
 def mixes_dtypes(x: Tensor, other: Tensor) -> bool:
-    """Whether two factors differ in dtype without autocast, which torch refuses."""
+    """Whether two factors have different dtypes, and no autocast makes them equal: torch refuses such products."""
     return x.dtype != other.dtype and not torch.is_autocast_enabled(x.device.type)
 
 
 class Ready:
-    """What a layer caches for integer products: the packed weight, or the reason why the layer is simulated.
+    """The cache of a layer for integer products: the packed weight, or the reason why the layer is simulated.
 
-    Without the cache, its Python code costs as much as encoding thousands of elements.
+    To compute the reason at each call would cost as much as encoding thousands of elements.
     """
 
     def __init__(self, state: tuple[Any, ...], reason: str | None, places: ConvParams) -> None:
@@ -158,7 +158,7 @@ class IntegerProduct(ABC):
         return y if y.dtype == dtype else y.to(dtype)
 
     def ready(self, layer: Any) -> Ready:
-        """The preparation for the present state of a layer, made again after a change."""
+        """The cache of a layer; a new one if the layer's execution, quantizers or weight changed."""
         quantizers = [layer._modules.get(name) for name in self.quantizers]
         state = (
             layer.execution,
@@ -171,7 +171,7 @@ class IntegerProduct(ABC):
         return ready
 
     def why_simulated(self, layer: Any, execution: Execution) -> str | None:
-        """Why a layer in integer execution is simulated for any input; None if it multiplies integers."""
+        """Why a layer in integer execution is simulated for all inputs; None if the layer multiplies integers."""
         quantizers = [layer._modules.get(name) for name in self.quantizers]
         if modes := [q.mode.value for q in quantizers if q is not None and q.mode is not Mode.QUANTIZE]:
             return f"a quantizer is in mode {modes[0]}"
@@ -180,7 +180,7 @@ class IntegerProduct(ABC):
         return self.cannot(layer, *(q and q.spec for q in quantizers))
 
     def depends_on(self, layer: Any) -> tuple[Any, ...]:
-        """The properties of a layer, besides its quantizers, that decide whether and how it runs in integers."""
+        """The properties of a layer, besides its quantizers, that decide whether and how it multiplies integers."""
         weight = layer.weight
         return weight.dtype, weight.device, weight.shape
 
@@ -196,10 +196,10 @@ class IntegerProduct(ABC):
 
     @abstractmethod
     def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
-        """Why a layer with these specifications is simulated for any input; None if it can multiply integers."""
+        """Why a layer with these specifications is simulated for all inputs; None if it can multiply integers."""
 
     def places(self, layer: Any) -> ConvParams:
-        """The stride, padding, dilation and groups of a convolution; empty for other layers."""
+        """The stride, padding, dilation and groups of a convolution; empty lists and 1 for other layers."""
         return ConvParams([], [], [], 1)
 
     @abstractmethod
@@ -208,7 +208,7 @@ class IntegerProduct(ABC):
 
 
 def cannot_multiply(spec: QuantSpec) -> str | None:
-    """Why tensors of a specification have no codes for an integer product; None if they have.
+    """Why tensors of a specification have no codes for an integer product; None if they have such codes.
 
     >>> cannot_multiply(QuantSpec("int4"))
     >>> cannot_multiply(QuantSpec("float8_e4m3fn"))
@@ -306,7 +306,7 @@ class MatMulProduct(IntegerProduct):
 
 
 def _input_reason(spec: QuantSpec | None, *granularities: type, name: str = "input") -> str | None:
-    """Why an input with a specification has no codes for an integer product; None if it has."""
+    """Why an input with a specification has no codes for an integer product; None if it has such codes."""
     if spec is None:
         return f"its {name} is in float"
     if reason := cannot_multiply(spec):
@@ -317,7 +317,7 @@ def _input_reason(spec: QuantSpec | None, *granularities: type, name: str = "inp
 
 
 def _weight_reason(spec: QuantSpec | None, weight: Tensor) -> str | None:
-    """Why a weight [out, ...] with a specification has no codes for an integer product; None if it has."""
+    """Why a weight [out, ...] with a specification has no codes for an integer product; None if it has such codes."""
     if spec is None:
         return "its weight is in float"
     if reason := cannot_multiply(spec):
@@ -339,11 +339,11 @@ def _sum_reason(weight: Tensor, *specs: QuantSpec | None) -> str | None:
 
 @lru_cache
 def _most(input: QuantSpec, other: QuantSpec) -> int:
-    """How many products of codes can be summed in int32."""
+    """The largest count of products of codes whose sum cannot overflow int32."""
     return products.largest_inner_size(_reach(input), _reach(other))
 
 
 def _reach(spec: QuantSpec) -> int:
-    """The largest magnitude of a code minus its zero point, which is 0 for symmetric codes."""
+    """The largest magnitude of code - zero point, over all codes and zero points (0 if the codes are symmetric)."""
     lowest, highest = int(spec.format.quant_min), int(spec.format.quant_max)
     return max(-lowest, highest) if spec.symmetric else highest - lowest

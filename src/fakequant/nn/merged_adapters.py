@@ -1,7 +1,8 @@
 """LoRA on quantized layers, trained as merged: the layer computes with quantize(W + scaling * B A).
 
-peft adds the adapter beside the quantized layer. Merging the adapter then changes codes, because W + scaling * B A is
-quantized anew. Here training quantizes the sum, and merging writes that sum, so that the codes are those of training.
+peft computes the adapter beside the quantized layer, and merging the adapter then changes codes, because
+W + scaling * B A is quantized anew. Here training already quantizes this sum, and merging writes the same sum to the
+weight, so that the codes stay those of training.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ def adapter_layers(model: nn.Module) -> list[str]:
 
 
 def train_merged(model: Model) -> Model:
-    """Make LoRA adapters on quantized layers train and compute as merged weights, in place; rsLoRA adapters, too.
+    """Make quantized layers with LoRA or rsLoRA adapters quantize the merged weight in each call; `model` is changed.
 
-    `merge_and_unload` of peft then leaves the trained codes and scales. Several active adapters are added one after the
-    other, as peft merges them. Adapters on layers in float stay as they are.
+    `merge_and_unload` of peft then keeps the trained codes and scales. Several active adapters are added one after the
+    other, as peft merges them. Adapters on layers in float are not changed.
 
     Args:
-        model: a model with adapters, whose layers are quantized and whose adapters are not.
+        model: a model whose layers are quantized, and whose adapters are in float.
 
     Raises:
-        ConfigError: an adapter with quantized layers, or an adapter that cannot be merged into a weight (DoRA and other
-            variants, input dropout). The message names the layer and the cure; the model is unchanged.
+        ConfigError: an adapter has quantized layers, or cannot be merged into a weight (DoRA and other variants, input
+            dropout). The message names the layer and the cure; the model stays unchanged.
 
     >>> train_merged(nn.Sequential(nn.Linear(2, 2)))  # without adapters nothing changes
     Sequential(
@@ -60,11 +61,13 @@ def train_merged(model: Model) -> Model:
         own = [name for name in quantizers(layer) if not name.startswith("base_layer.")]
         if own:
             raise ConfigError(
-                f"{path}: a layer of its adapter is quantized, at {own[0]}; call fakequant.prepare before "
+                f"{path}: the adapter has the quantizer {own[0]}, and must be in float; call fakequant.prepare before "
                 "get_peft_model, or with skip=['*lora_*']"
             )
         if not hasattr(layer, "get_delta_weight"):
-            raise ConfigError(f"{path}: a {type(layer).__name__} adapter has no weight to merge; leave it in float")
+            raise ConfigError(
+                f"{path}: a {type(layer).__name__} adapter has no weight that can be merged; leave the layer in float"
+            )
         for adapter in layer.scaling:
             _check(layer, adapter, path)
     with restore_on_error(attributes_of(found.values(), "__class__")):
@@ -86,16 +89,16 @@ def _base(layer: Any) -> nn.Module:
 
 
 def _check(layer: Any, adapter: str, path: str = "") -> None:
-    """Raise ConfigError where merging cannot reproduce an adapter: a variant such as DoRA, or dropout."""
+    """Raise ConfigError if an adapter cannot be merged into a weight: it is a variant such as DoRA, or has dropout."""
     place = f"{path or type(layer).__name__}: the adapter {adapter!r}"
     if adapter in layer.lora_variant:
         raise ConfigError(
-            f"{place} is a {type(layer.lora_variant[adapter]).__name__}, which is not a sum of weights; train it as "
-            "merged without use_dora and other variants"
+            f"{place} is a {type(layer.lora_variant[adapter]).__name__}, whose merged weight is not W + scaling * B A; "
+            "make the adapter without use_dora and other variants"
         )
     if any(getattr(dropout, "p", 0.0) for name, dropout in layer.lora_dropout.items() if name == adapter):
         raise ConfigError(
-            f"{place} drops out inputs, which a merged weight cannot do; give LoraConfig lora_dropout=0.0"
+            f"{place} applies dropout to its input, which a merged weight cannot do; give LoraConfig lora_dropout=0.0"
         )
 
 
@@ -107,7 +110,10 @@ class _Merged:
         if self.disable_adapters or self.merged or not active:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if kwargs.pop("adapter_names", None) is not None:
-            raise ConfigError("several adapters in a batch have no single merged weight; call the model once for each")
+            raise ConfigError(
+                "adapter_names= chooses several adapters in a batch, which have no single merged weight; call the "
+                "model once for each adapter, without adapter_names="
+            )
 
         def merged(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             return functional_call(_base(self), self.merged_tensors(active), (x, *args), kwargs)
@@ -128,7 +134,10 @@ class _Merged:
                 weight = (weight + self.get_delta_weight(adapter)).to(weight.dtype)
                 if self.lora_bias.get(adapter, False):
                     if bias is None:
-                        raise ConfigError("lora_bias=True on a layer without a bias cannot be merged; leave it out")
+                        raise ConfigError(
+                            f"the adapter {adapter!r} has a bias (lora_bias=True), which cannot be merged into a layer "
+                            "without a bias; leave lora_bias out"
+                        )
                     bias = (bias + self.lora_B[adapter].bias * self.scaling[adapter]).to(bias.dtype)
         return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 

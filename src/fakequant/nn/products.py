@@ -1,8 +1,8 @@
-"""The weights of layers and functions, and how each multiplies rows of an input.
+"""The weights of layers and functions, and the products of these weights with rows of an input.
 
-`layer.products()`, and `products()` of a call of a function with quantizers (a `Site`), give a `Product` for each
-weight, so algorithms, files and reports need no layer classes. Algorithms choose codes of a `MatrixProduct`, and round
-others to nearest.
+`products()` of a layer, or of a `Site` (a call of a function with quantizers), returns a `Product` for each weight, so
+that algorithms, files and reports need no layer classes. Algorithms choose the codes of a `MatrixProduct`; weights of
+other products are rounded to nearest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
         weight: float [out, ...], in which each output has as many elements as a row.
         spec: the quantizer's specification, with the axes of this weight.
         params: the quantizer's scale and zero point.
-        nearest: returns the weight as the quantizer quantizes it.
+        nearest: returns the weight fake-quantized by the quantizer.
     """
 
     weight: Tensor
@@ -54,7 +54,8 @@ class Product:
     Args:
         layer: a quantized layer, a float layer that may become one, or a `Site`.
         attribute: the layer's attribute that holds the quantizer.
-        owner: the module with the weight: the layer, a module inside of it, or the caller of a site.
+        owner: the module that holds the weight: the layer, a module inside the layer, or the module that makes the
+            call of a site.
         name: the owner's attribute that holds the weight.
     """
 
@@ -67,7 +68,7 @@ class Product:
 
     @classmethod
     def of(cls, layer: nn.Module, attribute: str, path: str) -> Product:
-        """The product of the weight at a path in a layer."""
+        """The product of the weight at `path` in a layer, such as "out_proj.weight"."""
         owner, _, name = path.rpartition(".")
         return cls(layer, attribute, layer.get_submodule(owner), name)
 
@@ -93,7 +94,7 @@ class Product:
 
     @property
     def tensor(self) -> Tensor:
-        """The present weight; a parametrization computes it, and an offloading hook fetches it."""
+        """The present weight, also where a parametrization computes it or an offloading hook fetches it."""
         return fetched(self.owner, self.name, getattr(self.owner, self.name))
 
     @property
@@ -113,11 +114,13 @@ class Product:
         return quantizer is not None and self.parameter is not None and quantizer.holds(self.tensor)
 
     def fix_codes(self, codes: Tensor, params: QParams | None = None) -> None:
-        """Fix the codes of the weight, see `Quantizer.fix_codes`; by default with the present scale and zero point.
+        """Fix the codes of the weight as `Quantizer.fix_codes` does.
+
+        `params` are the scale and zero point of the codes; None: those that the quantizer has.
 
         Raises:
-            ConfigError: the weight has no quantizer, or is computed.
-            Exception: as from `Quantizer.fix_codes`; the quantizer stays as it was.
+            ConfigError: the weight has no quantizer, or is not a parameter.
+            Exception: the errors of `Quantizer.fix_codes`; the quantizer stays as it was.
         """
         quantizer, parameter = self.quantizer, self.parameter
         if quantizer is None or parameter is None:
@@ -144,8 +147,8 @@ class Product:
         return join(name, path.rpartition(".")[2].removeprefix("_").removesuffix(_SUFFIX))
 
     def rows(self, x: Tensor) -> Tensor:
-        """The rows [groups, rows, columns] of an input that the matrix multiplies; raises ConfigError without one."""
-        raise ConfigError(f"a {self.kind} has no weight matrix")
+        """The rows [groups, rows, columns] of x that the weight matrix multiplies; ConfigError without a matrix."""
+        raise ConfigError(f"a {self.kind} has no weight matrix that multiplies rows of an input")
 
 
 class MatrixProduct(Product):
@@ -174,7 +177,7 @@ class MatrixProduct(Product):
 
     @property
     def has_own_forward(self) -> bool:
-        """Whether another package than torch and this one defines the layer's `forward`."""
+        """Whether a package other than torch and fakequant defines the layer's `forward`."""
         return type(self.layer).forward.__module__.partition(".")[0] not in ("torch", "fakequant")
 
     @property
@@ -184,7 +187,7 @@ class MatrixProduct(Product):
 
     @property
     def input_quantizer(self) -> Quantizer | None:
-        """The quantizer of the input; None if there is none, or if other weights multiply the quantized input, too."""
+        """The quantizer of the input; None without a quantizer, or if other weights multiply its output, too."""
         return self.layer.input_quantizer
 
     @property
@@ -194,7 +197,7 @@ class MatrixProduct(Product):
 
     @property
     def columns(self) -> int:
-        """The length of the rows, which is the count of elements for each output of the weight."""
+        """The length of each row, which is the count of the weight's elements for each output."""
         return self.tensor[0].numel()
 
     @property
@@ -207,7 +210,7 @@ class MatrixProduct(Product):
         return self.layer.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
 
     def inputs(self, call: Any) -> tuple[Tensor, ...]:
-        """The layer's inputs from a hook's `call`, before quantization, in the order of `reads`."""
+        """The inputs in `call`, the record of a hook, before quantization; `reads` are indices into them."""
         return (call.first,)
 
     def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -215,27 +218,27 @@ class MatrixProduct(Product):
         return (self.layer.quantized_input(inputs[0]),)
 
     def with_axis(self, x: Tensor) -> Tensor:
-        """The input, with a first axis of rows or examples if it has none."""
+        """The input x, with a first axis of rows or examples added if x has none."""
         return x[None] if x.dim() == 1 else x
 
     def pieces(self, x: Tensor) -> Sequence[Tensor]:
-        """The input in pieces that need little memory; for a convolution, windows of a piece take about 16 MB."""
+        """The input x split so that its rows need little memory: for a convolution, about 16 MB for each piece."""
         return [x]
 
     def rows(self, x: Tensor) -> Tensor:
         return x.reshape(1, -1, x.shape[-1])
 
     def product(self, weight: Tensor, x: Tensor) -> Tensor:
-        """The output for an input of any float dtype and another weight of this shape, without bias."""
+        """The output without bias for the input x, of any float dtype, and `weight` in place of the layer's weight."""
         x = x.to(weight.dtype)
         return own_forward(self.layer, weight, x) if self.has_own_forward else self.multiplied(weight, x)
 
     def multiplied(self, weight: Tensor, x: Tensor) -> Tensor:
-        """The product of an input and a weight by the function of torch that this kind of layer calls."""
+        """The product of x and `weight`, computed by the function of torch that layers of this class call."""
         return F.linear(x, weight)
 
     def computes_product(self, x: Tensor) -> bool:
-        """Whether a call of the layer computes only the product of the input's rows with its weight, and no more."""
+        """Whether the layer computes exactly the product of the rows of x with its weight, within rounding."""
         x, weight = self.with_axis(x), self.tensor
         try:
             rows, wanted = self.rows(x), self.product(weight, x)
@@ -246,19 +249,19 @@ class MatrixProduct(Product):
         return found.numel() == wanted.numel() and torch.allclose(found, wanted.reshape_as(found), 1e-3, 1e-4)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """A weight or its scales, with axes in the order [out, ...]."""
+        """The weight or its scales, with axes in the order [out, ...]."""
         return weight
 
     def channels_last(self, y: Tensor) -> Tensor:
-        """An output with its axis of channels last."""
+        """The output y with its axis of channels last."""
         return y
 
     def makes_same_rows(self, other: MatrixProduct) -> bool:
-        """Whether another product makes the same rows from the same input."""
+        """Whether the product `other` makes the same rows as this product from the same input."""
         return type(self) is type(other)
 
     def matrices(self) -> list[Matrix]:
-        """The matrix of the weight; for stacked weights one for each, in the order of the inputs."""
+        """The matrix of the weight; for a stack of weights, the matrix of each, in the order of `inputs`."""
         weight, quantizer = self.tensor.detach(), self.quantizer
         return [Matrix(weight, quantizer.spec, quantizer.qparams(weight), lambda: quantizer(weight))]
 
@@ -327,7 +330,7 @@ def _turned(params: QParams) -> QParams:
 
 
 def remapped(spec: QuantSpec, axes: dict[int, int]) -> QuantSpec:
-    """A specification for a weight whose axes are in other places: `axes` maps old axes to new axes."""
+    """A specification for the same weight with its axes in another order; `axes` maps old axes to new axes."""
     return spec.regrouped(lambda one: one.remap_axes(axes))
 
 
@@ -347,7 +350,7 @@ class _Projection(MatrixProduct):
 
 
 class InProjection(_Projection):
-    """The weight that computes query, key and value of an attention layer, or one of the three."""
+    """The product with the weight that projects query, key and value of an attention layer, or one of the three."""
 
     is_result = False
 
@@ -383,7 +386,7 @@ class InProjection(_Projection):
 
 
 class OutProjection(_Projection):
-    """The weight of an attention layer's output projection, whose input the layer computes within its call."""
+    """The product with the weight of an attention layer's output projection; the layer computes the input inside."""
 
     @property
     def is_result(self) -> bool:  # type: ignore[override]
@@ -407,10 +410,10 @@ class OutProjection(_Projection):
 
 
 class ExpertProduct(MatrixProduct):
-    """The product of each expert's tokens with its weight, in a stack [experts, out, in] or [experts, in, out].
+    """The product of each expert's tokens with the expert's weight, which is a matrix of a stack.
 
-    The layer's `tokens(attribute, *args, **kwargs)` returns the tokens of each expert in a call with these arguments,
-    before the quantizer.
+    The stack is [experts, out, in] or [experts, in, out]. In a call of the layer with `*args` and `**kwargs`, the
+    layer's method `tokens(attribute, *args, **kwargs)` returns the tokens of each expert before their quantizer.
     """
 
     readers = 0
@@ -419,7 +422,7 @@ class ExpertProduct(MatrixProduct):
 
     @property
     def input_quantizer(self) -> None:
-        """None: experts share the quantizer of their inputs, so that no single expert can choose its range."""
+        """None, because experts share the quantizer of their inputs: no single expert can choose the range."""
         return None
 
     @property
@@ -509,7 +512,7 @@ class WindowProduct(MatrixProduct):
 
     @property
     def geometry(self) -> Any:
-        """The convolution whose stride, padding, dilation and kernel size place the windows."""
+        """The convolution, whose stride, padding, dilation and kernel size define the windows."""
         return self.layer
 
     @property
@@ -527,11 +530,11 @@ class WindowProduct(MatrixProduct):
         return x.split(max(1, _MOST * self._step() // values))  # at least one example each
 
     def _step(self) -> int:
-        """The count of input positions for each window: the product of the strides."""
+        """The count of input positions per window, which is the product of the strides."""
         return math.prod(self.geometry.stride)
 
     def rows(self, x: Tensor) -> Tensor:
-        """The rows, by a convolution of each channel with kernels that each pick one element of the window."""
+        """The rows, computed by a convolution of each channel with kernels that each pick one element of the window."""
         own = self.has_own_forward
         return self._windows(x, own_forward if own else lambda one, picks, x: one._conv_forward(x, picks, None))
 
@@ -561,13 +564,13 @@ class WindowProduct(MatrixProduct):
 
 
 class TransposedWindowProduct(TurnedProduct, WindowProduct):
-    """The product of the elements that each output of a transposed convolution sums, with a weight [in, out, ...]."""
+    """The product of a transposed convolution: inputs that an output sums, times a weight [in, out, ...]."""
 
     takes_parts = False
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the weight is a matrix after exchanging its first two axes, which it is not with groups."""
+        """Whether the weight is a matrix once its first two axes are exchanged; False for a layer with groups."""
         return self.groups == 1
 
     @property
@@ -578,7 +581,7 @@ class TransposedWindowProduct(TurnedProduct, WindowProduct):
         return 1
 
     def rows(self, x: Tensor) -> Tensor:
-        """The rows, by a transposed convolution with kernels that each place one element of the window."""
+        """The rows, computed by a transposed convolution with kernels that each have one element 1, the others 0."""
         return self._windows(x, lambda one, picks, x: _transposed(one, picks.transpose(0, 1), x))
 
     def multiplied(self, weight: Tensor, x: Tensor) -> Tensor:

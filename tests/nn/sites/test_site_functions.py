@@ -236,5 +236,5 @@ def test_a_registered_function_is_known_to_transforms_of_the_float_model() -> No
     assert find_neighbors(model, recording, layers, layers).readers == {model.first: [model.last]}
     total = 2 * (4 * 4 + 4 * 4 + 3 * 4)
     assert sum(call.multiplications for call in recording.calls) == total
-    with pytest.raises(fq.errors.ConfigError, match=r"is an identifier that no other function has, got 'add'"):
+    with pytest.raises(fq.errors.ConfigError, match=r"must be an identifier that no other function has, got 'add'"):
         register_function(SiteFunction("add", (), NO_TRAITS))
