@@ -788,7 +788,7 @@ class Quantizer(QuantizerPart):
         if self.learned is not None and (self._method, self.learned.options()) == (method, learned.options()):
             self.learned.requires_grad_()
             return
-        with torch.no_grad(), restore_on_error(state_of([self])):
+        with torch.inference_mode(mode=False), torch.no_grad(), restore_on_error(state_of([self])):
             learned.start(self._current())
             self.attach_learned(learned)
 

@@ -550,3 +550,16 @@ def test_through_is_the_value_to_the_bit() -> None:
     assert_same_bits(out.detach(), value)
     out.sum().backward()
     assert_same_bits(parameter.grad, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranges_that_inference_mode_made_learned_train_outside(method: str) -> None:
+    x = data(4, 8, dtype=torch.float32)
+    with torch.inference_mode():
+        quantizer = learning(method, "int8", x)
+    other = learning(method, "int8", x)
+    for own in (quantizer, other):
+        own(x).square().sum().backward()
+        torch.optim.SGD(own.parameters(), lr=0.1).step()
+        own.load_state_dict(own.state_dict())
+    assert_same_bits(quantizer(x), other(x))
