@@ -153,7 +153,8 @@ def _weight_args(spec: QuantSpec, shape: Sequence[int]) -> Args | str:
     is_float = args["type"] == "float"
     if stack and (stack != [1] or (height, width) == (rows, columns) or not args["symmetric"]):
         return "files have scales of experts for rows, or for groups of inputs, of one expert, and no zero points"
-    if height == 1 and columns % width and width < columns:
+    # A longer group is a whole row, but scales with a format are in no layout of rows.
+    if height == 1 and columns % width and (width < columns or (is_float and spec.scale.format in _DTYPES)):
         return f"groups divide the inputs, and {columns} is not a multiple of {width}"
     own = _own_scales(spec, (*shape[:-2], rows, columns // width)) if is_float and height == 1 else None
     if own is not None and (args["num_bits"], width, own["scale_dtype"]) in LAYOUTS:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 _FP8, _FP4 = "float8_e4m3fn", "float4_e2m1fn"
 _MX = "per_block(-1:32) scale=float8_e8m0fnu:floor"
 _OWN, _FP4_OWN = (f"per_block(-1:32) scale=float8_e8m0fnu:{rule} dynamic" for rule in ("even", "even_fp4"))
+_PADDED = "per_block(-1:32,pad) scale=float8_e8m0fnu:floor"
 _NV = f"{_FP4} per_block(-1:16) scale=float8_e4m3fn@per_tensor"
 
 
@@ -859,6 +860,14 @@ def test_e4m3_scales_without_one_of_the_tensor_are_refused(tmp_path: Path) -> No
     model = fq.prepare(nn.Sequential(nn.Linear(64, 64)), fq.Config("own", (fq.Rule("*", weight=spec),)))
     with pytest.raises(ExportError, match="float8_e4m3fn@per_tensor"):
         fq.deliver(model, tmp_path, "compressed-tensors")
+
+
+@pytest.mark.parametrize("spec", [f"{_FP4} per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor", f"{_FP4} {_PADDED}"])
+@pytest.mark.parametrize("columns", [1, 8, 24])
+def test_rows_that_are_no_whole_groups_are_refused(spec: str, columns: int, tmp_path: Path) -> None:
+    model = prepared_rows(nn.Sequential(nn.Linear(columns, 64)), spec)
+    with pytest.raises(ExportError, match=f"groups divide the inputs, and {columns} is not a multiple of "):
+        fq.deliver(model, tmp_path / "new", "compressed-tensors")
 
 
 @pytest.mark.parametrize(("count", "start"), [(1, "with dequantize=True"), (2, "in part: it needs dequantize=True")])
