@@ -253,7 +253,7 @@ def test_a_rule_goes_to_text_and_a_layer_to_a_checkpoint(tmp_path: Any) -> None:
         ("int8; input", "cannot read 'input'"),
         ("int8; input=int8; hadamard=x", "power of two such as 16, got 'x'"),
         ("int8; input=int8; hadamard=12", "power of two such as 16, or 0 for none, got 12"),
-        ("int8; hadamard=16", "not only the gradient; give input="),
+        ("int8; hadamard=16", "but only the gradient is; give input="),
         ("int99x", "int99x"),
         (None, "expected a QuantSpec or its text"),
     ],
