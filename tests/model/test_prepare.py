@@ -204,7 +204,9 @@ def test_weight_options() -> None:
 
 
 def test_lazy_layers_are_told_before_the_example_runs() -> None:
-    with pytest.raises(ConfigError, match=r"^0: its parameters get their shapes in the first call; run the model once"):
+    with pytest.raises(
+        ConfigError, match=r"^0: its parameters have no shapes before the first call; call the model once"
+    ):
         prepare(nn.Sequential(nn.LazyLinear(4)), presets.INT8, torch.ones(2, 4))
 
 

@@ -253,7 +253,7 @@ def _functions_in(pattern: str) -> tuple[str, ...]:
     return tuple(SITE_FUNCTIONS) if {*"*?["} & {*call} else (call.rpartition("_")[0],)
 
 
-_LAZY = "its parameters get their shapes in the first call; run the model once first"
+_LAZY = "its parameters have no shapes before the first call; call the model once before prepare"
 
 
 def _run_of(

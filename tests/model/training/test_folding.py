@@ -276,7 +276,7 @@ def test_compiled_checkpoints_are_refused(inside: bool) -> None:
         True: lambda m: torch.compile(lambda x: again(m, x), backend="aot_eager")(x),
         False: lambda m: again(torch.compile(m, backend="aot_eager"), x),
     }
-    with pytest.raises(ConfigError, match=r"use only one of the two, .* call freeze_batch_norm"):
+    with pytest.raises(ConfigError, match=r"use only one of checkpoint and torch\.compile, .* call freeze_batch_norm"):
         trained_gradients(model, ways[inside])
 
 

@@ -213,7 +213,9 @@ def test_quantizers_that_self_attention_does_without_are_taken_away() -> None:
     assert model.attention._key_input_quantizer is None
     assert model.attention._value_input_quantizer is None
     assert all(quantizer.calibrated for quantizer in fq.nn.quantizers(model).values())
-    with pytest.raises(CalibrationError, match=r"its key as a separate tensor, .* prepare the model again"):
+    with pytest.raises(
+        CalibrationError, match=r"the key of this attention is a separate tensor, .* prepare the model again"
+    ):
         model.attention(X, X + 1, X)
 
 

@@ -99,7 +99,9 @@ def test_every_protocol_of_pickle(protocol: int) -> None:
 def test_what_was_pickled_and_has_no_form_any_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = pickle.dumps(calibrated(net()))
     monkeypatch.setattr(Square, "forward", lambda self, x: x, raising=False)
-    with pytest.raises(ConfigError, match=r"test_forms\.Square has no quantized form here; import what registers it"):
+    with pytest.raises(
+        ConfigError, match=r"test_forms\.Square has no quantized class in this process; before unpickling, import"
+    ):
         pickle.loads(data)
 
 
@@ -222,7 +224,7 @@ def test_every_layer_of_the_table_can_be_inherited(base: type[nn.Module]) -> Non
 )
 def test_a_lazy_layer_is_to_be_run_first(lazy: nn.Module) -> None:
     model = nn.Sequential(lazy)
-    text = r"^0: its parameters get their shapes in the first call; run the model once first$"
+    text = r"^0: its parameters have no shapes before the first call; call the model once before prepare$"
     with pytest.raises(ConfigError, match=text):
         fq.prepare(model, "int8")
     assert fq.prepare(copy.deepcopy(model), presets.INT8.with_rule(fq.Rule("0"))) is not None

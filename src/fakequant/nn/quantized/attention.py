@@ -28,7 +28,7 @@ _SEPARATE = ("q_proj", "k_proj", "v_proj")
 
 
 class _Masks(NamedTuple):
-    """Float masks that are added to the scores; None without a mask."""
+    """The two float masks that an attention layer adds to the scores; each is None without a mask."""
 
     attention: Tensor | None
     """[queries, keys] or [n * heads, queries, keys]"""
@@ -36,11 +36,11 @@ class _Masks(NamedTuple):
     """[n, keys]"""
 
     def padded(self) -> _Masks:
-        """The masks extended by one key, which stays visible."""
+        """The masks for one more key, which they do not hide."""
         return _Masks(*(None if mask is None else F.pad(mask, (0, 1)) for mask in self))
 
     def merged(self, n: int, heads: int, keys: int) -> Tensor | None:
-        """The two masks added [1 or n * heads, 1 or queries, keys]; None without masks."""
+        """The sum of the two masks [1 or n * heads, 1 or queries, keys]; None without masks."""
         attention = self.attention
         if attention is not None and attention.dim() == 2:
             attention = attention.unsqueeze(0)
@@ -55,11 +55,11 @@ class _Masks(NamedTuple):
 class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
     """MultiheadAttention with quantized inputs, weights, factors of both products, and input of the output projection.
 
-    Inputs are quantized before their projections. A tensor that is passed as query and key, or as key and value, is
+    Inputs are quantized before their projections. A tensor that is passed for two of them, such as query and key, is
     quantized once, by the quantizer of the first; calibration removes quantizers that no call uses. Query, key and
     value are quantized after their projections as [n, heads, length, head_dim], the query after scaling. Probabilities
-    [n, heads, queries, keys] are quantized before dropout. Where a rule quantizes the output, the results of the input
-    projections are quantized by its specification, too.
+    [n, heads, queries, keys] are quantized before dropout. If a rule quantizes the output, its specification also
+    quantizes the results of the input projections.
 
     With `need_weights=False` torch computes `scaled_dot_product_attention`. So does this layer, unless the quantizer of
     the probabilities is on, or gradients are quantized: then it computes softmax(query @ key.T + mask) @ value in three
@@ -114,7 +114,10 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
             others = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return as_leaf(self, query, key, value, *others)
         if query.is_nested or key.is_nested or value.is_nested:
-            raise ShapeError("a quantized MultiheadAttention takes no nested tensors; pad them, and give a mask")
+            raise ShapeError(
+                "a quantized MultiheadAttention got a nested tensor, and takes only padded tensors; pad the inputs, "
+                "and give a mask"
+            )
         is_batched = _torch._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         # As torch: -inf where a mask of bool is True.
         of_mask, dtype = _torch._none_or_dtype(attn_mask), query.dtype
@@ -141,7 +144,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         return y.transpose(1, 0) if self.batch_first else y, weights
 
     def _quantized_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Factor, ...]:
-        """The quantized inputs; a tensor that is passed twice gives one factor, to be projected in one product."""
+        """The quantized query, key and value; if a tensor is passed for two of them, both are the same object."""
         q = Factor.of(self, "_input_quantizer", query)
         k = q if key is query else self._other_input("_key_input_quantizer", key, "key")
         if value is key or value is query:
@@ -151,17 +154,17 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
     def _other_input(self, attribute: str, x: Tensor, name: str) -> Factor:
         if getattr(self, attribute) is None and self._input_quantizer is not None:
             raise CalibrationError(
-                f"the attention gets its {name} as a separate tensor, but never did in calibration, so {attribute} was "
-                "removed; prepare the model again, and calibrate it with such calls, too"
+                f"the {name} of this attention is a separate tensor, but in calibration no call had a separate {name}, "
+                f"so that {attribute} was removed; prepare the model again, and calibrate it with such calls, too"
             )
         return Factor.of(self, attribute, x)
 
     def _attend(
         self, inputs: Sequence[Factor], masks: _Masks, *, need_weights: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The output [queries, n, embed_dim], and the weights [n, heads, queries, keys] if needed, else None or unused.
+        """The output [queries, n, embed_dim], and with `need_weights` the probabilities [n, heads, queries, keys].
 
-        Inputs are query, key and value [length, n, features]. `is_causal` masks later keys if there is no mask.
+        `inputs` are query, key and value [length, n, features]. `is_causal` masks later keys if there is no mask.
         """
         of_query, of_key, of_value = (x.value.shape for x in inputs)
         (queries, n, width), keys = of_query, of_key[0]
@@ -230,7 +233,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
     def _projected(self, query: Factor, key: Factor, value: Factor) -> list[Tensor]:
         """Query, key and value [length, n, embed_dim] after their projections.
 
-        With a packed weight, inputs that are the same tensor share a product and its quantizer.
+        If one weight projects all three, adjacent inputs that are the same tensor are projected in one product.
         """
         if self._qkv_same_embed_dim:
             packed, width = Factor.of(self, "_in_proj_weight_quantizer", self.in_proj_weight), self.embed_dim
@@ -251,7 +254,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         return projected
 
     def _in_parts(self, projected: Tensor, count: int) -> list[Tensor]:
-        """The quantized result of a projection, split in `count` parts, with the strides that torch gives them."""
+        """The quantized result of a projection, split in `count` parts with the strides that they have in torch."""
         y = self.quantized("_in_proj_output_quantizer", projected)
         if count == 1:
             return [y]
@@ -266,7 +269,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         return torch.bmm(x.value, other.value) if mask is None else torch.baddbmm(mask, x.value, other.value)
 
     def _heads(self, attribute: str, x: Tensor) -> Factor:
-        """x [n * heads, ...], quantized as [n, heads, ...]."""
+        """x [n * heads, ...], quantized in the shape [n, heads, ...] by the quantizer in the attribute `attribute`."""
         quantizer = getattr(self, attribute)
         if quantizer is None or quantizer.mode is Mode.OFF:
             return Factor(x, x)

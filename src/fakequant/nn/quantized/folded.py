@@ -1,4 +1,4 @@
-"""Quantized layers that compute with a weight into which the next batch normalisation is folded.
+"""Quantized layers whose weight contains the batch normalisation after the layer (folding).
 
 Source: Jacob et al. 2018, section 3.2, with the statistics of torch.ao's `ConvBn`: the weight is scaled by the running
 statistics, and in training the output is scaled back and normalised by the batch statistics.
@@ -33,15 +33,15 @@ _REMEMBERED = 16
 
 @torch.library.custom_op("fakequant::kept", mutates_args=(), schema="(Tensor x) -> Tensor")
 def _kept(x: Tensor) -> Tensor:
-    """Copy x.
+    """Copy the running variance x; raise ConfigError if the backward pass runs this operator.
 
-    If the backward pass runs this operator again (a checkpoint that recomputes a compiled forward), raise a
-    ConfigError, because the statistics have changed since.
+    A checkpoint of a compiled `forward` would do so, after the statistics have changed.
     """
     if torch._C._current_graph_task_id() >= 0:
         raise ConfigError(
-            "torch.compile with torch.utils.checkpoint computes a folded batch normalisation again, from statistics "
-            "that have changed: use only one of the two, checkpoint other modules, or call freeze_batch_norm before"
+            "torch.utils.checkpoint under torch.compile computes a folded batch normalisation again in backward, when "
+            "its statistics have changed; use only one of checkpoint and torch.compile, checkpoint other modules, or "
+            "call freeze_batch_norm before"
         )
     return x.clone()
 
@@ -52,28 +52,28 @@ def _(x: Tensor) -> Tensor:
 
 
 def norm_factor(norm: Any) -> Tensor:
-    """gamma / sigma [out], float64, from the running variance of a batch normalisation."""
+    """gamma / sigma [out] of a batch normalisation, float64, where sigma is from the running variance."""
     variance = norm.variance() if isinstance(norm, FoldedNorm) else norm.running_var
     factor = (variance.double() + norm.eps).rsqrt()
     return factor if norm.weight is None else factor * norm.weight.double()
 
 
 def norm_offset(norm: Any, bias: Tensor | None, factor: Tensor) -> Tensor:
-    """The bias of the folded layer [out], float64, from the layer's bias and the normalisation."""
+    """The bias [out] of a folded layer, float64, where `bias` is the layer's bias and `factor` is gamma / sigma."""
     offset = ((0.0 if bias is None else bias.double()) - norm.running_mean.double()) * factor
     return offset if norm.bias is None else offset + norm.bias.double()
 
 
 def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A fingerprint of an input: its sums over the batch, and the sums of each example."""
+    """A fingerprint of the input x: sums over the batch for each element, and a sum for each example."""
     x = x.detach().double()
     return x.sum(0), x.flatten(1).sum(1)
 
 
 class FoldedNorm(nn.modules.batchnorm._BatchNorm):
-    """A folded batch normalisation: returns its input, and keeps its parameters and statistics for the layer.
+    """A folded batch normalisation: its `forward` returns the input; the layer before it reads its tensors.
 
-    Modules inside it, as the activation of timm's `BatchNormAct2d`, are called with the input.
+    Modules inside it, such as the activation of timm's `BatchNormAct2d`, are called with the input.
     """
 
     layer: str
@@ -88,15 +88,15 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
         if input.dim() != self.axes:
             raise ConfigError(
                 f"the batch normalisation that is folded into {self.layer} got an input of shape {list(input.shape)}, "
-                f"whose channels are not those of {self.layer}; only inputs of {self.axes} axes can be computed after "
-                "fold_batch_norm"
+                f"and expected {self.axes} axes; with others the channels are on another axis. Give the model such "
+                "inputs, or do not call fold_batch_norm"
             )
         for module in self.children():
             input = module(input)
         return input
 
     def begin(self, x: Tensor) -> None:
-        """Store the running variance for input x; if a checkpoint repeats the call for x, restore that variance."""
+        """Remember the running variance for x; if a checkpoint repeats a call, take the variance of the first call."""
         assert self.running_var is not None
         self._replayed = None
         if torch._C._current_graph_task_id() >= 0:  # within a backward pass
@@ -110,8 +110,8 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
                     self._replayed = var
                     return
             raise ConfigError(
-                f"a checkpoint runs {self.layer} again on an input that is not among its last {_REMEMBERED}: "
-                "the statistics of its folded batch normalisation are not known; checkpoint other modules"
+                f"a checkpoint runs {self.layer} again on an input that is not among its last {_REMEMBERED}, for which "
+                "the statistics of the folded batch normalisation are not known; checkpoint other modules"
             )
         # A checkpoint runs without gradients, or with hooks that keep nothing.
         if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # pyright: ignore
@@ -119,13 +119,13 @@ class FoldedNorm(nn.modules.batchnorm._BatchNorm):
             held.append((_sums(x), self.running_var.clone()))
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Normalise x; in training also update the running statistics, unless a checkpoint repeats the call."""
+        """x normalised; in training this updates the running statistics, unless a checkpoint repeats the call."""
         if self._replayed is not None:  # the same function, because a checkpoint counts what it saves
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, 0.0, self.eps)
         return super().forward(x)
 
     def variance(self) -> Tensor:
-        """The running variance [out] with which the weight is folded."""
+        """The running variance [out] that is folded into the weight; of the first call if a checkpoint repeats it."""
         assert self.running_var is not None
         if not self.training:
             return self.running_var
@@ -153,9 +153,9 @@ class FoldedSyncBatchNorm(FoldedNorm, nn.SyncBatchNorm):
 class FoldedLayer(QuantizedLayer):
     """Base of layers with a folded batch normalisation: weight and bias are the folded tensors, as in an engine.
 
-    They are used in eval mode, and in training if the normalisation is in eval mode. In training with batch statistics,
-    the product with the folded weight is divided by the factor of its channel, and then normalised; the statistics are
-    taken from the quantized product.
+    If the normalisation is in eval mode, the layer computes with them alone. If the normalisation is in training mode,
+    the product with the folded weight is divided by gamma / sigma and then normalised by the statistics of the batch,
+    which are taken from the quantized product.
     """
 
     plain_class: type[QuantizedLayer]
@@ -163,14 +163,14 @@ class FoldedLayer(QuantizedLayer):
 
     @property
     def norm(self) -> FoldedNorm:
-        """The folded batch normalisation; raises ConfigError if another module took its place in the model."""
+        """The folded batch normalisation; raises ConfigError if another module replaced it in the model."""
         norm, holder, name = self._norm
         now = holder._modules.get(name)
         if now is not norm and (now is None or inside(now) is not norm):
             raise ConfigError(
                 f"the batch normalisation that is folded into {norm.layer} was replaced by a {type(now).__name__}, "
-                "which would normalise a second time; replace it before fold_batch_norm or after merge_batch_norm, "
-                "also by nn.SyncBatchNorm.convert_sync_batchnorm(model)"
+                "which would normalise a second time; replace it before fold_batch_norm or after merge_batch_norm "
+                "(this is true of nn.SyncBatchNorm.convert_sync_batchnorm(model), too)"
             )
         return norm
 
@@ -238,9 +238,9 @@ class FoldedConv3d(_FoldedConv, QuantConv3d):  # type: ignore[misc]
 
 
 class FusedBatchNorm(nn.Identity):
-    """Replaces a fused batch normalisation, and returns its input.
+    """A module that replaces a fused batch normalisation, and returns its input.
 
-    Raises ConfigError for inputs with another number of axes, in which the channels would be on another axis.
+    Its `forward` raises ConfigError for inputs with another number of axes, whose channels are on another axis.
 
     >>> import fakequant as fq
     >>> print(fq.fuse_batch_norm(nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4)).eval())[1])
@@ -258,8 +258,8 @@ class FusedBatchNorm(nn.Identity):
         if input.dim() != self.axes:
             raise ConfigError(
                 f"the batch normalisation that was fused into {self.layer} got an input of shape {list(input.shape)}, "
-                f"but after fuse_batch_norm {self.layer} takes inputs of {self.axes} axes alone; give such inputs, or "
-                "do not fuse"
+                f"and expected {self.axes} axes; with others the channels are on another axis. Give the model such "
+                "inputs, or do not call fuse_batch_norm"
             )
         return input
 
@@ -280,17 +280,17 @@ FOLDABLE = (nn.Linear, *CONVOLUTIONS, *_TRANSPOSED)
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch normalisation of torch or a subclass."""
+    """Whether a module is a batch normalisation of torch, or of a subclass."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def norm_axes(layer: nn.Module) -> int:
-    """The number of axes of a layer's batched output, whose axis 1 holds the channels."""
+    """The number of axes of a layer's output with a batch axis; its axis 1 holds the channels."""
     return 2 + len(getattr(layer, "kernel_size", ()))
 
 
 def scaled_weight(layer: nn.Module, weight: Tensor, factor: Tensor) -> Tensor:
-    """A weight in float64, not rounded, with every output channel multiplied by its factor [out]."""
+    """The weight with each output channel multiplied by its entry of `factor` [out], in float64."""
     weight = weight.double()
     if not isinstance(layer, _TRANSPOSED):
         return weight * factor.view(-1, *(1 for _ in weight.shape[1:]))

@@ -1,8 +1,8 @@
-"""Quantized classes for layers of other libraries, which are registered by name without importing the libraries.
+"""Quantized classes for layers of other libraries, registered by the layers' names without importing the libraries.
 
-These are convolutions and linear layers of timm, and embeddings and experts of transformers. The weights of experts are
-stacked in a parameter, and both products of each expert are quantized. Classes of experts are recognized by the
-decorator that made their `forward`, `use_experts_implementation`.
+The layers are convolutions of timm, linear layers, embeddings and experts of transformers, and linear layers of PyTorch
+Geometric. The weights of experts are stacked in a parameter, and both products of each expert are quantized. Classes of
+experts are recognized by the decorator of their `forward`, `use_experts_implementation`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Standardized(QuantConv2d):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The standardized weight, which the convolution multiplies; `state_dict` holds the parameter."""
+        """The standardized weight, with which the convolution multiplies; `state_dict` holds the weight before that."""
         own = self._parameters["weight"]
         assert own is not None
         gain = self._parameters.get("gain")
@@ -103,7 +103,7 @@ class QuantConv1D(QuantizedLayer):
 
 
 class _Scaled(QuantEmbedding):
-    """Embedding whose quantized rows are multiplied by a factor; the tied head uses the table without the factor."""
+    """Embedding that multiplies its quantized rows by a factor; a head with the same weight uses no factor."""
 
     embed_scale: Tensor | float
 
@@ -141,7 +141,7 @@ class _GeometricLinear(QuantLinear):
     @classmethod
     def check(cls, layer: nn.Module) -> None:
         if isinstance(layer.weight, UninitializedParameter):
-            raise ConfigError("its parameters get their shapes in the first call; run the model once first")
+            raise ConfigError("its parameters have no shapes before the first call; call the model once before prepare")
 
 
 @quantizes("transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts")
@@ -156,11 +156,11 @@ class _ParallelExperts(QuantizedLayer):
     product_class = ExpertProduct
 
     def tokens(self, attribute: str, inputs: Tensor, expert_size: list[int]) -> Sequence[Tensor]:
-        """The tokens of each expert before their quantizer, in a call with these arguments."""
+        """The tokens of each expert before their quantizer, in a call of the layer with `inputs` and `expert_size`."""
         return inputs.split(expert_size, dim=0)
 
     def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
-        """The results [tokens, out]; expert i computes the next expert_size[i] tokens."""
+        """The results [tokens, out]; `expert_size` has the count of tokens of each expert, in order."""
         parts = self.quantized_input(inputs).split(expert_size, dim=0)
         return torch.cat([F.linear(x, weight) for x, weight in zip(parts, self.quantized_weight(), strict=True)], dim=0)
 
@@ -182,13 +182,13 @@ class _Llama4Experts(QuantizedLayer):
         return found
 
     def tokens(self, attribute: str, hidden_states: Tensor) -> Sequence[Tensor]:
-        """The rows that a weight of each expert multiplies, before their quantizer, in a call with these arguments."""
+        """The rows of each expert that the weight of the quantizer `attribute` multiplies, before their quantizer."""
         own: Any = self
         x = hidden_states.view(own.num_experts, -1, own.hidden_size)
         return (x if attribute == "_gate_up_proj_weight_quantizer" else self._gated(self.quantized_input(x))).unbind()
 
     def _gated(self, x: Tensor) -> Tensor:
-        """The input [experts, tokens, hidden] of the second product, computed from the quantized input of the first."""
+        """The input [experts, tokens, hidden] of the second product; x is the quantized input of the first product."""
         own: Any = self
         gate, up = torch.bmm(x, self.quantized("_gate_up_proj_weight_quantizer", own.gate_up_proj)).chunk(2, dim=-1)
         return up * own.act_fn(gate)
@@ -207,7 +207,10 @@ _VISIBLE = ("batched_mm", "grouped_mm")
 
 
 class _Seen:
-    """Replaces the experts module as an argument of transformers' functions; weights and activations are quantized."""
+    """Stands in for an experts module in a call of a function of transformers, which reads quantized weights from it.
+
+    Its activation function returns quantized tensors.
+    """
 
     def __init__(self, experts: Any, first: str) -> None:
         self.config = experts.config
@@ -234,8 +237,8 @@ class _Seen:
 class QuantExperts(QuantizedLayer):
     """Experts with quantized tokens [tokens, in], inputs [..., hidden] of the second product, and stacked weights.
 
-    A weight is [experts, out, in], or [experts, in, out] where the class says that it is transposed. Every expert's
-    weight has separate ranges. All experts share the two quantizers of activations.
+    A weight is [experts, out, in], or [experts, in, out] if the layer's `is_transposed` is set. Each expert's weight
+    has separate ranges. All experts share the two quantizers of activations.
     """
 
     product_class = ExpertProduct
@@ -262,12 +265,12 @@ class QuantExperts(QuantizedLayer):
             weight = getattr(layer, name, None)
             if not isinstance(weight, Tensor) or weight.dim() != 3:
                 raise ConfigError(
-                    f"its experts are expected in one parameter {name} with three axes, which it lacks; leave it in "
-                    f"float by Rule('*', layers={type(layer).__name__!r})"
+                    f"it has no parameter {name} with three axes, which should hold the weights of all experts; leave "
+                    f"it in float by Rule('*', layers={type(layer).__name__!r})"
                 )
 
     def tokens(self, attribute: str, hidden_states: Tensor, top_k_index: Tensor, *_: Any, **__: Any) -> list[Tensor]:
-        """The rows that a weight of each expert multiplies, before their quantizer, in a call with these arguments."""
+        """The rows of each expert that the weight of the quantizer `attribute` multiplies, before their quantizer."""
         first: Any = _first(self)
         experts: Any = self
         hit = _tokens_of_experts(top_k_index, experts.num_experts)
@@ -283,7 +286,10 @@ class QuantExperts(QuantizedLayer):
         return [tokens.get(expert, hidden_states.new_zeros(0, width)) for expert in range(experts.num_experts)]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The sum [tokens, in] of the outputs of each token's experts [tokens, k], weighted."""
+        """For each token the weighted sum [tokens, in] of the outputs of its k experts.
+
+        `top_k_index` and `top_k_weights` [tokens, k] are the experts' indices and weights.
+        """
         if isinstance(hidden_states, Proxy):
             return as_leaf(self, hidden_states, top_k_index, top_k_weights)
         experts: Any = self
@@ -314,7 +320,7 @@ class QuantExperts(QuantizedLayer):
 
 
 def _first(layer: Any) -> str:
-    """The name of the weight of the first product."""
+    """The attribute that holds the stacked weights of the first product."""
     return "gate_up_proj" if layer.has_gate else "up_proj"
 
 
@@ -331,7 +337,7 @@ def _tokens_of_experts(top_k_index: Tensor, experts: int) -> list[tuple[int, Ten
 
 
 def _weights(experts: Any) -> dict[str, Factor]:
-    """The stacked weights of both products, by name."""
+    """The stacked weights of both products, quantized, by the names of the attributes that hold them."""
     names = _first(experts), "down_proj"
     return {name: Factor.of(experts, f"_{name}_weight_quantizer", getattr(experts, name)) for name in names}
 

@@ -33,15 +33,15 @@ _made: dict[type[nn.Module], type[QuantizedLayer]] = {}
 def quantized_class(layer: nn.Module) -> type[QuantizedLayer] | None:
     """The quantized class for a float layer; None if there is none.
 
-    The class is the one that `quantizes` registered. For a subclass of a registered layer that overrides no
-    computation, the class is made: it derives from the subclass and from the quantized class of the registered layer.
+    For a class that `quantizes` registered, the quantized class is the registered one. For a subclass that overrides
+    no computation, a quantized class is generated, which derives from the subclass and from the registered one.
     """
     form = within_wrappers(type(layer), _form)
     return form if form is not None and form.takes(layer) else None
 
 
 def within_wrappers(cls: type[Any], make: Callable[[type[Any]], type[Any] | None]) -> type[Any] | None:
-    """Apply `make` to a class inside torch's wrapper classes, and wrap the result again; None if `make` gives None."""
+    """Apply `make` to the class inside torch's generated classes, and wrap the result again; None if it is None."""
     inner, wrappers = _peeled(cls)
     form = make(inner)
     for wrapper in reversed(wrappers):
@@ -55,7 +55,7 @@ def within_wrappers(cls: type[Any], make: Callable[[type[Any]], type[Any] | None
 
 
 def own_class(layer: nn.Module) -> type[nn.Module]:
-    """The class of a layer before a parametrization or `fully_shard` of torch gave it a generated class.
+    """The class of a layer, or the class that it had before a parametrization or `fully_shard` generated another.
 
     >>> layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
     >>> type(layer).__name__, own_class(layer).__name__
@@ -65,7 +65,7 @@ def own_class(layer: nn.Module) -> type[nn.Module]:
 
 
 def computed_class(layer: nn.Module) -> type[nn.Module]:
-    """The class whose `forward` a float layer runs: its class, or the registered base with the same computation."""
+    """A float layer's class, or the registered base class if the layer's class changes no computation of it."""
     cls = own_class(layer)
     base = _base(cls)
     return cls if base is None or why_changed(cls) is not None else base
@@ -94,14 +94,14 @@ def why_changed(cls: type[nn.Module]) -> str | None:
 
 
 def become(layer: nn.Module, quantized: type[QuantizedLayer], quantizers: dict[str, Quantizer | None]) -> None:
-    """Store a float layer's quantizers by attribute, and change its class to the quantized class."""
+    """Make a float layer an object of the class `quantized`, and store `quantizers` under their names as attributes."""
     layer._modules.update({name: quantizer for name, quantizer in quantizers.items() if quantizer is not None})
     vars(layer).update(dict.fromkeys(name for name, quantizer in quantizers.items() if quantizer is None))
     change_class(layer, quantized)
 
 
 def change_class(layer: nn.Module, cls: type[Any]) -> None:
-    """Change the class of a module, and rebind its `forward` methods that are stored on the instance."""
+    """Change the class of a module, and bind copies of `forward` that hooks stored on the object to the new class."""
     # A bound method of the class, in the layer itself: put there by a hook, or left when a hook was removed.
     bound = [name for name in ("forward", "_old_forward") if _is_own_forward(layer, name)]
     layer.__class__ = cls
@@ -121,9 +121,9 @@ def _itself(cls: type[Any]) -> type[Any]:
 
 
 def bypasses_class(layer: nn.Module) -> bool:
-    """Whether a call of the layer would not reach the `forward` of a new class.
+    """Whether calls would skip the `forward` of a new class, because the object holds another function as `forward`.
 
-    Hooks such as accelerate's are fine: they call `_old_forward`, the `forward` of the class, which `become` replaces.
+    Hooks such as accelerate's do not skip it: they call `_old_forward`, which `become` binds to the new class.
     """
     if "forward" not in vars(layer):
         return False
@@ -136,7 +136,7 @@ def _is_own_forward(layer: nn.Module, name: str) -> bool:
 
 
 def _base(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The nearest base class that is registered; None if there is none, or the class is quantized already."""
+    """The first class in the MRO of `cls` that is registered; None without one, or if `cls` is a quantized class."""
     if issubclass(cls, QuantizedLayer):
         return None
     return next((base for base in cls.__mro__ if registered(base) is not None), None)
@@ -166,10 +166,11 @@ def _peeled(cls: type[nn.Module]) -> tuple[type[nn.Module], list[type[nn.Module]
 
 
 def _wrapped(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The class inside a generated class that computes the same; None for other classes.
+    """The class from which a generated class was derived without a change of what it computes; None for other classes.
 
-    A parametrization makes a subclass. `fully_shard` and its relatives make a subclass with a mixin first, and work by
-    hooks. They are recognized by their module, because importing torch.distributed takes long.
+    A parametrization generates a subclass. `fully_shard` and similar functions generate a subclass with a mixin first,
+    and work by hooks. Their classes are recognized by the names of their modules, without an import of
+    torch.distributed, which takes long.
     """
     if "swapped_from" in vars(cls):  # so that functions in its `forward` have quantizers, see `sites.py`
         return vars(cls)["swapped_from"][0]
@@ -183,7 +184,7 @@ def _wrapped(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def _reduce(layer: QuantizedLayer, protocol: Any) -> tuple[Any, ...]:
-    """The parts that pickle and copy store: the float class, since generated classes have no importable name."""
+    """What pickle and copy store of a layer: its state and its float class, which has a name that can be imported."""
     _, _, *state = object.__reduce_ex__(layer, max(int(protocol), 2))
     return (_new, (type(layer).float_class,), *state)
 
@@ -192,8 +193,8 @@ def _new(float_class: type[nn.Module]) -> nn.Module:
     form = _form(float_class)
     if form is None:
         raise ConfigError(
-            f"{float_class.__module__}.{float_class.__qualname__} has no quantized form here; import what registers it "
-            "(fakequant.nn.quantizes) before unpickling"
+            f"{float_class.__module__}.{float_class.__qualname__} has no quantized class in this process; before "
+            "unpickling, import the module that registers it by fakequant.nn.quantizes"
         )
     return form.__new__(form)
 
@@ -206,7 +207,7 @@ _FUNCTIONS = (
 
 
 def product_function(cls: type[nn.Module]) -> str | None:
-    """The function by which a subclass with a changed `forward` multiplies its weight, such as "linear"; else None."""
+    """The function that multiplies by the weight in a subclass with a changed `forward`, as "linear"; else None."""
     if why_changed(cls) is None:
         return None
     return next((function for base, function in _FUNCTIONS if issubclass(cls, base)), None)
@@ -226,7 +227,7 @@ def has_matrix(layer: nn.Module) -> bool:
 
 
 def product_class(layer: nn.Module) -> type[Product]:
-    """The class of the product of a layer's weight; `Product` if no quantized class names one.
+    """The `product_class` of a layer's quantized class; `Product` without a quantized class.
 
     >>> product_class(nn.Linear(2, 2)), product_class(nn.Embedding(2, 2))
     (<class 'fakequant.nn.products.MatrixProduct'>, <class 'fakequant.nn.products.Product'>)
