@@ -204,7 +204,7 @@ def test_a_layer_must_name_the_axes_of_all_its_inputs() -> None:
         inputs = ("_input_quantizer", "_other_quantizer")
         output_channels = None
 
-    with pytest.raises(ConfigError, match="QuantProduct has 2 inputs, but input_reductions has 1: name the axis"):
+    with pytest.raises(ConfigError, match="QuantProduct has 2 inputs, but input_reductions names the axes of 1"):
         quantizes(Product)(QuantProduct)
 
 

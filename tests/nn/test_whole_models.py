@@ -252,7 +252,7 @@ def test_ranges_that_a_loop_cannot_hold_are_named_before_the_work(tmp_path: Path
     tensors = {"input": fq.TensorConfig("int8 per_tensor", dynamic=True), "weight": "int8 per_channel(0)"}
     model = fq.prepare(Tags(nn.GRU).eval(), fq.Config("dynamic", (fq.Rule("*", **tensors),)))
     reason = "because the range of its hidden state is computed from all rows of a step"
-    with pytest.raises(ExportError, match=f"{reason}, and the number of steps is dynamic"):
+    with pytest.raises(ExportError, match=f"{reason}, which needs a fixed number of steps"):
         fq.export_onnx(model, RECURRENT.x, tmp_path / "steps.onnx", dynamic_shapes=({1: "steps"},))
     with pytest.warns(CoverageWarning, match=f"{reason}: the file has the nodes of 3 steps"):
         fq.export_onnx(model, RECURRENT.x, tmp_path / "model.onnx")

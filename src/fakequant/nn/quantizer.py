@@ -1,8 +1,8 @@
-"""A quantizer is off, shows tensors to a calibrator, or fake-quantizes them; it may hold fixed codes of a weight.
+"""The quantizer of one tensor of a model: it passes the tensor on, shows it to a calibrator, or fake-quantizes it.
 
-peft freezes all parameters but the adapter's, and saves nothing else, except for modules of its class
-`AuxiliaryTrainingWrapper`, which say what is saved of them. If peft is imported, a quantizer becomes such a module,
-so that its ranges train and are saved with the adapter, without a call of the user.
+peft trains and saves only the adapter's parameters, and what modules of its class `AuxiliaryTrainingWrapper` name. If
+peft is imported, a quantizer becomes such a module, so that its ranges train and are saved with the adapter, without a
+call of the user.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ KEY = "fixed_codes"
 
 
 def as_leaf(module: nn.Module, *args: Any) -> Any:
-    """Record a call of a module in a torch.fx trace, and return the proxy of its result; `args` contain a proxy.
+    """Record a call of `module` in the torch.fx trace of a proxy in `args`, and return the proxy of the result.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), "INT8_WEIGHT_ONLY")
     >>> [str(node) for node in torch.fx.symbolic_trace(model).graph.nodes]
@@ -85,15 +85,16 @@ def as_leaf(module: nn.Module, *args: Any) -> Any:
 
 
 def magnitudes(spec: QuantSpec, weight: Tensor) -> Tensor:
-    """The largest magnitude of every group, in the dtype of the weight."""
+    """The largest magnitude of every group of a weight, in the weight's dtype."""
     with torch.inference_mode(mode=False), torch.no_grad():
         return library.measure(weight.detach(), spec.granularity).amax.to(weight.dtype)
 
 
 def weight_version(weight: Tensor) -> Any:
-    """A value that differs after nearly every change of a weight: torch counts writes, except those through `data`.
+    """A value that differs after nearly every change of a weight, because it has torch's count of writes.
 
-    peft merges adapters through `data`; so for a weight on the CPU the returned value also has its first element.
+    torch does not count writes through `data`, by which peft merges adapters. For a weight on the CPU, the value
+    therefore also has the first element.
     """
     if type(weight) is not nn.Parameter or weight.is_inference():
         return type(weight)
@@ -108,7 +109,7 @@ def is_same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
-    """`torch.equal` for tensors of one shape and dtype; compares bits as int64, since float16 takes 8 times as long."""
+    """`torch.equal` for tensors of one shape and dtype; faster, because bits are first compared as int64."""
     plain = one.is_contiguous() and other.is_contiguous() and one.numel() * one.element_size() % 8 == 0
     same_bits = plain and torch.equal(*(own.detach().view(-1).view(torch.int64) for own in (one, other)))
     return same_bits or torch.equal(one, other)  # -0.0 is 0.0, which a step of 0 may make of it
@@ -132,7 +133,7 @@ def has_no_hooks(module: nn.Module) -> bool:
 
 
 class WeightCache:
-    """The quantized values and codes of a weight, computed at the first use; copies and pickles of a cache are None."""
+    """A cache of the quantized values and codes of a weight, filled at the first use; copies and pickles are None."""
 
     def __init__(self, quantizer: Quantizer) -> None:
         self._quantizer = quantizer
@@ -141,7 +142,11 @@ class WeightCache:
         self._made: dict[str, Any] = {}
 
     def serves(self, x: Tensor) -> bool:
-        """Whether the cache serves x: a parameter without gradient, not rounded stochastically, learned or traced."""
+        """Whether the cache can be used for x.
+
+        x must be a parameter, outside of traces and without a wanted gradient; the range must not be learned, and
+        rounding not stochastic.
+        """
         if torch.compiler.is_compiling() or not isinstance(x, nn.Parameter) or x.is_inference():
             return False
         if torch.is_grad_enabled() and x.requires_grad:
@@ -151,7 +156,7 @@ class WeightCache:
         return not drawn and quantizer.learned is None and not library.needs_tracing(x)
 
     def values(self, x: Tensor) -> Tensor:
-        """The quantized weight [shape of x]; raises CallError if the weight or its scale has changed since."""
+        """The quantized weight [shape of x]; CallError if the weight or its scale changed since the first use."""
 
         def made() -> tuple[Tensor, int]:
             values = self._quantizer.quantized(x)
@@ -165,7 +170,7 @@ class WeightCache:
         return values.detach()
 
     def codes(self, x: Tensor) -> tuple[Tensor, QParams] | None:
-        """The codes and parameters of the weight, None as from `Quantizer.codes`; raises CallError as `values` does."""
+        """What `Quantizer.codes` returns for the weight x; raises CallError like `values`."""
         return self._once("codes", x, lambda: self._quantizer.encoded(x))
 
     def _once(self, what: str, x: Tensor, make: Callable[[], _Made]) -> _Made:
@@ -205,12 +210,12 @@ MERGED = "trained_merged"
 
 
 def join_adapters(quantizer: nn.Module) -> None:
-    """Change the class of a quantizer in place so that peft saves and does not freeze it; without peft, do nothing."""
+    """Change the class of a quantizer so that peft saves it and does not freeze it; without peft, do nothing."""
     quantizer.__class__ = joined_class(type(quantizer))
 
 
 def joined_class(cls: type[Any]) -> type[Any]:
-    """The subclass of a quantizer's class that peft saves and does not freeze; the class itself without peft."""
+    """A subclass of a quantizer's class, whose objects peft saves and does not freeze; `cls` itself without peft."""
     wrapper = getattr(sys.modules.get("peft.utils.other"), "AuxiliaryTrainingWrapper", None)
     if wrapper is None or issubclass(cls, wrapper):
         return cls
@@ -221,7 +226,9 @@ def joined_class(cls: type[Any]) -> type[Any]:
 
 
 def copies_called(model: nn.Module, path: str) -> list[str]:
-    """The paths of the copies in `modules_to_save` that peft calls in place of the part at `path`; [] without copies.
+    """The paths of peft's copies (`modules_to_save`) of the module at `path`, which peft calls in place of the module.
+
+    [] if peft has no copies of the module.
 
     `head.original_module.dense` has the copy `head.modules_to_save.default.dense`, and one for each other adapter.
     """
@@ -239,7 +246,7 @@ _made: dict[type[Any], type[Any]] = {}
 
 
 class _Joined:
-    """The methods of peft's wrappers, for a quantizer: it wraps no module, and has one range for all adapters."""
+    """Methods by which peft treats a quantizer like its wrappers; a quantizer has the same range for all adapters."""
 
     _adapters: frozenset[str] = frozenset()
     _active_adapter: tuple[()] | list[str] | str = ()
@@ -256,14 +263,14 @@ class _Joined:
             parameter.requires_grad_(not inference_mode)
 
     def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
-        """Delete no range, because the model still needs the ranges of all quantizers."""
+        """Do nothing: the model still needs the range."""
         self._active_adapter = new_active_adapters or ()
 
     def _get_available_adapters(self) -> set[str]:
         return set()
 
     def adapter_state_dict(self, adapter_name: str, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The state that peft saves beside an adapter: everything except codes, which are saved with the model."""
+        """The state that peft saves with an adapter: all except fixed codes, which are saved with the model."""
         flag = {MERGED: torch.ones((), dtype=torch.uint8, device="cpu")} if vars(self).get(MERGED) else {}
         return {key: value for key, value in state_dict.items() if key != KEY and not key.endswith(f".{KEY}")} | flag
 
@@ -302,7 +309,7 @@ class Mode(Enum):
 
 
 class Kind(Enum):
-    """The kind of tensor, activations or a weight, which decides where the range comes from before calibration."""
+    """Whether a quantizer quantizes activations or a weight, which decides its range before calibration."""
 
     INPUT = "input"
     """Activations: a static range must come from calibration."""
@@ -318,14 +325,14 @@ class Quantizer(QuantizerPart):
         kind: activations or a weight, see `Kind`.
         dynamic: take the range from every tensor anew instead of calibrating it.
 
-    `scale` and `zero_point` are buffers (None until calibrated); the scale stays float32 in half precision. After
-    `learn(method)` they are None, and the submodule `learned`, named by the method, holds parameters that training
-    moves. If a value of the call chooses the range, their first axis has an entry for each bin of that value. The
-    buffer `global_scale` of a dynamic quantizer is 1 / the fixed per-tensor scale that multiplies the scales of blocks.
+    `scale` and `zero_point` are buffers (None until calibrated); the scale stays float32 in half precision. With
+    `by_value`, their first axis has an entry for each bin of the value. After `learn(method)` both are None, and
+    `learned`, a submodule under the name of the method, holds parameters that training moves. The buffer `global_scale`
+    of a dynamic quantizer is 1 / the fixed per-tensor scale that multiplies the scales of blocks.
 
     The buffer `fixed_codes` is None, or holds the codes that a solver or a file chose, as integers in the shape of the
-    weight. Codes are valid while the weight has their values, bit for bit. If quantizing the values gives the same
-    codes, calls quantize as usual, at no cost; otherwise each call compares the weight with the values.
+    weight. The codes are valid while the weight equals their values, bit for bit. If quantizing these values gives the
+    same codes, calls quantize as usual; otherwise each call compares the weight with the values.
 
     >>> quantizer = Quantizer(QuantSpec("int8"))
     >>> quantizer.set_range(Range(torch.tensor([-1.27]), torch.tensor([1.0])))
@@ -411,17 +418,17 @@ class Quantizer(QuantizerPart):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the quantizer needs calibration: it quantizes an input by a fixed range, which is not set yet."""
+        """Whether calls fail before calibration: the quantizer is of an input, not dynamic, and has no range yet."""
         return self.kind is Kind.INPUT and not self.dynamic and not self.calibrated
 
     @property
     def scales_each_call(self) -> bool:
-        """Whether each call takes the range of its input tensor."""
+        """Whether each call computes a new range from its tensor."""
         return self.dynamic or not self.calibrated
 
     @property
     def quantizes(self) -> bool:
-        """Whether calls return quantized tensors; recorded runs read this attribute of every module that has it."""
+        """Whether calls return quantized tensors."""
         return self.mode is Mode.QUANTIZE
 
     def _title(self) -> str:
@@ -444,7 +451,7 @@ class Quantizer(QuantizerPart):
         return nn.Module.__call__(self, x)
 
     def _grid(self, x: Tensor) -> CodeGrid | None:
-        """The `CodeGrid` with which a device stores x; None while tracing, or where the device has no rule."""
+        """The `CodeGrid` of the codes that `device` stores for x; None in a trace, or if calls are simulated."""
         if torch.compiler.is_compiling() or (not isinstance(x, DeviceTensor) and library.needs_tracing(x)):
             return None
         scale, fmt = self._buffers["scale"], self.spec.format
@@ -463,7 +470,7 @@ class Quantizer(QuantizerPart):
 
     @property
     def may_be_skipped(self) -> bool:
-        """Whether a call may be skipped: the quantizer has no hooks, and runs the `forward` of its class."""
+        """Whether callers may compute codes without calling it: it has no hooks and no other `forward`."""
         return type(self).forward is Quantizer.forward and has_no_hooks(self)
 
     def _codes_alone(self, x: Tensor) -> Tensor | None:
@@ -472,7 +479,7 @@ class Quantizer(QuantizerPart):
         return None if found is None else found[0]
 
     def why_simulated(self, device: Device | None) -> str | None:
-        """The reason why calls fake-quantize instead of storing codes of a device; None if the device stores codes."""
+        """The reason why calls fake-quantize and do not compute codes of `device`; None if they compute codes."""
         spec = self.spec
         if device is None or not isinstance(spec.format, IntegerFormat) or not spec.arithmetic.is_linear:
             return f"{spec} has no codes of a device"
@@ -489,7 +496,7 @@ class Quantizer(QuantizerPart):
         return "it has no range yet: call fakequant.calibrate before" if self.scales_each_call else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x, unchanged or fake-quantized as the mode says, in its shape and dtype; OBSERVE also calibrates."""
+        """x, unchanged or fake-quantized as the mode says, in its shape and dtype; OBSERVE shows a calibrator x."""
         if self.mode is not Mode.QUANTIZE:
             # A weight comes with every batch, and counts once.
             is_seen = self.kind is Kind.WEIGHT and self.calibrator is not None and self.calibrator.observed
@@ -532,12 +539,12 @@ class Quantizer(QuantizerPart):
         return learned.fake_quantize(x, self.qparams(x)) if y is None else y
 
     def fake_quantize_by_value(self, x: Tensor) -> Tensor:
-        """x quantized by the range that the value of the call chooses, or each row of x by the range of its value."""
+        """x quantized by the range that `by_value` chooses for the call, or for each row of x if the rows differ."""
         params, spec = self._params_of_call(x)
         return library.quantize_by(x, spec, *params[:2])
 
     def quantized(self, x: Tensor) -> Tensor:
-        """The tensor that the next call returns for x, without the warning that scales are stale."""
+        """The tensor that the quantizer returns for x, but without the warning that scales are stale."""
         if type(x) is StoredWeight:
             return self._of_stored(x)
         values = self.values_of_codes(x)
@@ -550,7 +557,7 @@ class Quantizer(QuantizerPart):
         return self._cache.codes(x) if self._cache is not None and self._cache.serves(x) else self.encoded(x)
 
     def encoded(self, x: Tensor) -> tuple[Tensor, QParams] | None:
-        """The codes and parameters, or None, as from `codes`, without the warning that scales are stale."""
+        """What `codes` returns, but without the warning that scales are stale, and never from the cache."""
         if (fixed := self.codes_of_weight(x)) is not None:
             return fixed, self.qparams(x)
         scale = None if self.dynamic or self.by_value is not None else self._buffers["scale"]
@@ -562,10 +569,10 @@ class Quantizer(QuantizerPart):
         return None if codes is None else (codes, params)
 
     def _check_same(self, x: Tensor) -> None:
-        """Raise ConfigError if x is only this process's part of an activation, and its range would be the part's range.
+        """Raise ConfigError if x is only this process's part of an activation, so that its range would be too narrow.
 
-        A calibrated scale of the tensor fits every part, and each block has a separate range. Otherwise the processes
-        compare their values, once, in the first call whose values are not all equal.
+        A fixed per-tensor scale fits every part, and dynamic blocks have separate ranges. For other specifications the
+        processes compare x in each call, until a call has shown the same values, not all equal, in all processes.
         """
         spec, mesh = self.spec, self.mesh
         if self.is_same_everywhere or mesh is None or mesh.group is None or spec.rounding is Rounding.STOCHASTIC:
@@ -576,7 +583,10 @@ class Quantizer(QuantizerPart):
         if fits and isinstance(granularity, PerBlock) and not granularity.pad and self.dynamic:
             return
         if torch.compiler.is_compiling():
-            raise ConfigError(f"{self.name}: call the model before torch.compile, so that processes compare inputs")
+            raise ConfigError(
+                f"{self.name}: processes cannot compare this tensor under torch.compile; call the model once before it "
+                "is compiled"
+            )
         found = gather(fingerprint(x.detach()), mesh.group)
         if any(one != found[0] for one in found):
             raise ConfigError(
@@ -590,8 +600,8 @@ class Quantizer(QuantizerPart):
     def _check_fresh(self, weight: Tensor) -> None:
         """Remember the weight of a call; in eval mode, warn once after each change that the scales are stale.
 
-        An unchanged parameter costs 1 us. A computed weight is a new tensor in every call: it is compared in the first
-        call after training mode. Sharded weights are not compared: that takes all processes.
+        A computed weight is a new tensor in every call, and is compared only in the first call after training mode.
+        Sharded weights are not compared, because that takes all processes.
         """
         if torch.compiler.is_compiling() or not (self._method or self._buffers["scale"] is not None):
             return
@@ -611,7 +621,7 @@ class Quantizer(QuantizerPart):
             )
 
     def is_stale(self, weight: Tensor) -> bool:
-        """Whether a group's largest magnitude has moved by more than 10 % since the parameters were set.
+        """Whether the largest magnitude of any group has changed by more than 10 % since the scales were set.
 
         A learned scale is never stale for a weight that trains with it.
         """
@@ -626,12 +636,12 @@ class Quantizer(QuantizerPart):
     # Parameters.
 
     def qparams(self, x: Tensor) -> QParams:
-        """The scale and zero point that quantize x; differentiable while they are learned.
+        """The scale and zero point that quantize x; differentiable while the range is learned.
 
         Raises:
-            CalibrationError: a static input quantizer that was not calibrated.
-            ConfigError: rows of x have different ranges.
-            ShapeError: the parameters were made for tensors of another shape.
+            CalibrationError: the quantizer is of an input, static, and was not calibrated.
+            ConfigError: `by_value` chooses different ranges for rows of x.
+            ShapeError: the scale is for tensors of another shape.
         """
         if not self.dynamic and (scale := self._buffers["scale"]) is not None:
             if self.by_value is not None:
@@ -664,7 +674,7 @@ class Quantizer(QuantizerPart):
         raise self._misfit(x)
 
     def _params_of_call(self, x: Tensor) -> tuple[QParams, QuantSpec]:
-        """The parameters for the value of the present call, and a specification that fits x, see `params_of_call`."""
+        """The parameters that `by_value` chooses for the running call, and their specification: `params_of_call`."""
         scale, by_value = self._buffers["scale"], self.by_value
         assert scale is not None
         assert by_value is not None
@@ -681,18 +691,23 @@ class Quantizer(QuantizerPart):
         )
 
     def _current(self, elements: int = 1) -> QParams:
-        """The present scale and zero point of a calibrated quantizer, or those of all bins of a value."""
+        """The present scale and zero point of a calibrated quantizer; with `by_value`, of all bins."""
         if self.learned is not None:
             return self.learned.qparams(elements)
         assert self.scale is not None
         return QParams(self.scale, self.zero_point)
 
     def set_range(self, range: Range) -> None:
-        """Set scale and zero point from a range [groups per axis] after `fill_empty_groups`; learning restarts."""
+        """Set scale and zero point from a range [groups per axis]; a learned range restarts there.
+
+        `fill_empty_groups` replaces the ranges of groups that are all zeros.
+        """
         self.set_qparams(qparams_of_range(fill_empty_groups(range, self.spec), self.spec))
 
     def set_ranges(self, ranges: Sequence[Range], by_value: ByValue) -> None:
-        """Set scale and zero point of each bin from its range; raises ConfigError except for static, unlearned inputs.
+        """Set scale and zero point of each bin of `by_value` from the bin's range.
+
+        Raises ConfigError unless the quantizer is of an input, static and not learned.
 
         >>> quantizer = fq.nn.Quantizer("int8")
         >>> ranges = [Range(torch.tensor([-1.0]), torch.tensor([hi])) for hi in (1.27, 2.54)]
@@ -702,7 +717,8 @@ class Quantizer(QuantizerPart):
         """
         if self.kind is Kind.WEIGHT or self.dynamic or self.pinned or self.learned is not None:
             raise ConfigError(
-                f"{self._title()} cannot have ranges by a value: only fixed ranges of activations can; call set_range"
+                f"{self._title()} cannot have ranges by a value, which only static quantizers of inputs can have, "
+                "without a learned or prescribed range; call set_range"
             )
         found = [qparams_of_range(fill_empty_groups(range, self.spec), self.spec) for range in ranges]
         points = [own.zero_point for own in found if own.zero_point is not None]
@@ -727,17 +743,19 @@ class Quantizer(QuantizerPart):
             self.scale, self.zero_point = (None if x is None else x.detach().clone() for x in own)
 
     def fix_global_scale(self, global_scale: Tensor) -> None:
-        """Fix the global scale, 1 / the scale of the tensor, float32 [1]; the scales of its blocks stay dynamic.
+        """Fix the global scale, float32 [1], which is 1 / the per-tensor scale; the scales of blocks stay dynamic.
 
-        Raises ConfigError if the quantizer is not dynamic, a QParamsError as `check_global_scale` does.
+        Raises ConfigError if the quantizer is not dynamic, and the QParamsErrors of `check_global_scale`.
         """
         if not self.dynamic:
-            raise ConfigError(f"{self._title()} is not dynamic: calibrate fixes its scales; leave this call out")
+            raise ConfigError(
+                f"{self._title()} is not dynamic, and only dynamic quantizers have a global scale; leave this call out"
+            )
         check_global_scale(global_scale, self.spec)
         self.global_scale = global_scale.detach().clone()
 
     def freeze(self, x: Tensor) -> None:
-        """Fix scale and zero point at the values for x; groups that are all zeros follow `fill_empty_groups`."""
+        """Fix scale and zero point at their values for x; `fill_empty_groups` gives ranges to groups of zeros."""
         range = library.measure(x, self.spec.granularity)
         filled = range if bool(range.amax.all()) else fill_empty_groups(range, self.spec)
         keeps = filled is range and not self.scales_each_call
@@ -755,7 +773,7 @@ class Quantizer(QuantizerPart):
     # Ranges that training moves.
 
     def learn(self, method: str = "lsq", **options: Any) -> None:
-        """Let training move the range, which begins at the present range.
+        """Let training move the range, from the present range on.
 
         Args:
             method: one of `fakequant.nn.learned_ranges()`: "lsq" (the step), "lsq_plus" (step and offset), "pact" (the
@@ -763,8 +781,8 @@ class Quantizer(QuantizerPart):
             options: the options of the method, such as gradient_factor=False.
 
         Raises:
-            ConfigError: an unknown method or option; a method that cannot serve the specification; or a range that
-                cannot be learned, because it is dynamic or not set yet.
+            ConfigError: the method or an option is unknown, the method does not support the specification, or the
+                range cannot be learned, because it is dynamic, not set yet, or chosen by a value.
 
         >>> quantizer = Quantizer("int8")
         >>> quantizer.set_range(Range(torch.tensor([-1.27]), torch.tensor([1.0])))
@@ -775,7 +793,9 @@ class Quantizer(QuantizerPart):
         ['lsq.step']
         """
         if self.dynamic:
-            raise ConfigError(f"{self._title()} is dynamic, so that there is no range to learn; prepare it static")
+            raise ConfigError(
+                f"{self._title()} is dynamic, so that there is no range to learn; prepare it with a static range"
+            )
         if not self.calibrated:
             raise ConfigError(f"{self._title()} has no range to learn; calibrate it first")
         if self.by_value is not None:
@@ -793,7 +813,7 @@ class Quantizer(QuantizerPart):
             self.attach_learned(learned)
 
     def attach_learned(self, learned: LearnedRange) -> None:
-        """Replace the range by a `LearnedRange`, whose parameters are set already, or are set later by a state dict."""
+        """Replace the range by `learned`, whose parameters are set already, or later by a state dict."""
         self._take_away_learned()
         self.scale = self.zero_point = None
         self._method = learned.method
@@ -818,7 +838,7 @@ class Quantizer(QuantizerPart):
     # Calibration.
 
     def observe(self, x: Tensor) -> None:
-        """Show x to the calibrator; raises CalibrationError with the quantizer's name if x holds NaN or inf."""
+        """Show x to the calibrator; CalibrationError with the quantizer's name if x holds NaN or inf."""
         # Not `_named_errors`: entering a context takes as long as 5,000 values, for every batch and layer.
         try:
             if self.calibrator is None:
@@ -848,21 +868,21 @@ class Quantizer(QuantizerPart):
     # Fixed codes of a weight; quantizing the weight may give others.
 
     def fix_codes(self, codes: Tensor, weight: Tensor | None = None) -> None:
-        """Fix the codes of a weight, and set the weight to their values with the present scale.
+        """Fix the codes of a weight, and set the weight to the values of the codes with the present scale.
 
-        Files, copies, exports and the start of training keep the codes, even if quantizing the values gives others.
-        After a change of the weight, such as an optimizer's step, the weight is quantized again. Codes of up to 8 bits
-        need a byte for each value.
+        Files, copies, exports and the start of training keep the codes, even if quantizing the values gives other
+        codes. After a change of the weight, such as an optimizer's step, calls quantize the weight again. Codes of up
+        to 8 bits take one byte each.
 
         Args:
-            codes: in the shape of the weight and the storage of the format, as `fakequant.quantize` gives them.
-            weight: the parameter; None: the weight of the next call.
+            codes: codes in the shape of the weight, in the format's storage dtype, as from `fakequant.quantize`.
+            weight: the parameter to set; None: the weight in the next call.
 
         Raises:
-            ConfigError: a quantizer of an input, a learned range, or a weight that is sharded or holds no values.
-            CalibrationError: no fixed scale.
-            ShapeError: codes of another shape than the weight, or a scale that does not fit them.
-            QParamsError: codes that the format does not have, or values that are not finite.
+            ConfigError: the quantizer is of an input or learns its range, or the weight is sharded or holds no values.
+            CalibrationError: the quantizer has no fixed scale.
+            ShapeError: the codes have another shape than the weight, or the scale does not fit that shape.
+            QParamsError: the format lacks one of the codes, or the value of a code is not finite.
 
         >>> weight = nn.Parameter(torch.ones(1, 3))
         >>> quantizer = fq.nn.Quantizer("int4 per_channel(0)", kind=fq.nn.Kind.WEIGHT)
@@ -892,7 +912,7 @@ class Quantizer(QuantizerPart):
         with torch.no_grad():
             values = self._values(torch.float32 if weight is None else weight.dtype, codes)
             if values.numel() and not bool(torch.stack(values.aminmax()).isfinite().all()):  # without a second copy
-                raise QParamsError(f"the codes of {self.name or self} times its scale give inf or NaN; check the scale")
+                raise QParamsError(f"the codes of {self.name or self} times its scale give inf or NaN; check both")
             self.release_codes()
             with torch.inference_mode(mode=False):
                 codes = as_integers(codes.detach())
@@ -904,15 +924,15 @@ class Quantizer(QuantizerPart):
             self.needs_codes(weight)
 
     def release_codes(self) -> None:
-        """Forget fixed codes but leave the weight's values; calls quantize it again."""
+        """Forget the fixed codes; the weight keeps its values, and calls quantize the weight again."""
         self.fixed_codes = self._last_check = self._differs = None
         self._weight_pending = self._is_trained = self.keeps_codes = False
 
     def keep_codes(self) -> None:
         """Keep the fixed codes while training moves the learned scale.
 
-        The weight itself is not read and gets no gradient. `give_values` sets it to the values of its codes. Raises
-        ConfigError without fixed codes, or without a range that is learned by gradient.
+        Calls then do not read the weight, which gets no gradient; `give_values` sets the weight to the values of the
+        codes. Raises ConfigError without fixed codes, or without a range that is learned by gradient.
 
         Source: the second phase of EfficientQAT, arXiv 2407.11062, section 3.3.
         """
@@ -924,15 +944,15 @@ class Quantizer(QuantizerPart):
         self.keeps_codes, self._differs = True, None
 
     def give_values(self, weight: nn.Parameter) -> None:
-        """If a weight's codes are kept in training, set it to their values with the present scale; else do nothing."""
+        """Set `weight` to the values of its codes if training keeps the codes (`keep_codes`); else do nothing."""
         if self.keeps_codes:
             with torch.no_grad():
                 weight.copy_(self._values(weight.dtype))
 
     def holds(self, weight: Tensor) -> bool:
-        """Whether fixed codes are valid for a weight: it stores codes, or has their values up to conversions of dtype.
+        """Whether the codes of `weight` are fixed: it stores codes, or equals the values of `fixed_codes`.
 
-        Codes that training keeps are always valid.
+        A conversion to half precision and back may have rounded the weight. Codes that training keeps are always fixed.
         """
         if self.keeps_codes or type(weight) is StoredWeight:
             return True
@@ -942,14 +962,14 @@ class Quantizer(QuantizerPart):
         return self._values_in(weight) is not None
 
     def needs_codes(self, x: Tensor) -> bool:
-        """Whether the fixed codes fit the values of x, but quantizing x would give other codes.
+        """Whether x equals the values of the fixed codes, but quantizing x would give other codes.
 
         A weight that training has changed loses its codes here.
         """
         return self._needed_values(x) is not None
 
     def codes_of_weight(self, x: Tensor) -> Tensor | None:
-        """The fixed codes, in the format's storage, if `needs_codes(x)` or x stores codes; else None."""
+        """The fixed codes in the format's storage dtype, if `needs_codes(x)` or if x stores codes; else None."""
         if type(x) is StoredWeight:
             return self._of_stored(x).codes()
         return self._stored() if self.needs_codes(x) else None
@@ -957,8 +977,8 @@ class Quantizer(QuantizerPart):
     def values_of_codes(self, x: Tensor) -> Tensor | None:
         """The values of the fixed codes if `needs_codes(x)`, else None.
 
-        Under `Gradient.CODE_RANGE` x gets the whole gradient, as no code is clipped. If training keeps the codes, their
-        scale gets the gradient times (code - zero point).
+        Under `Gradient.CODE_RANGE` x gets the whole gradient, because no code is clipped. If training keeps the codes,
+        the scale gets the gradient times (code - zero point).
         """
         if self.keeps_codes:
             return reference.dequantize(self._stored(), self.qparams(x), self.spec, x.dtype)
@@ -980,7 +1000,7 @@ class Quantizer(QuantizerPart):
         return y
 
     def _of_stored(self, x: StoredWeight) -> StoredWeight:
-        """x, a weight stored as codes; raises ConfigError if the scale has changed since the codes were stored."""
+        """Return x, a weight stored as codes; raise ConfigError if the scale has changed since x was stored."""
         own = self._buffers["scale"], self._buffers["zero_point"]
         if own[0] is x.scale or torch.compiler.is_compiling():
             return x
@@ -1033,7 +1053,7 @@ class Quantizer(QuantizerPart):
         return values if needed else None
 
     def _values_in(self, x: Tensor) -> Tensor | None:
-        """The values of the codes in the dtype of x, if x equals them before or after a conversion; else None."""
+        """The values of the fixed codes in the dtype of x, if x equals them, also as rounded to 16 bits; else None."""
         if not self._fits(x):
             return None
         with torch.no_grad():
@@ -1042,7 +1062,7 @@ class Quantizer(QuantizerPart):
             return values if stands else None
 
     def _converted(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The values of the codes, converted to each dtype in `_CONVERTED` and then to `dtype`."""
+        """The values of the fixed codes, converted to each dtype in `_CONVERTED` and then to `dtype`."""
         exact = self._values(torch.float32)
         return (exact.to(own).to(dtype) for own in _CONVERTED)
 
@@ -1055,7 +1075,7 @@ class Quantizer(QuantizerPart):
         return codes is None or not torch.equal(as_integers(codes), as_integers(self._stored()))
 
     def _traced_values(self, x: Tensor) -> Tensor | None:
-        """`_needed_values` while tracing: the graph compares x at each call; None if quantizing gives the codes."""
+        """`_needed_values` in a trace, whose graph compares x in each call; None if quantizing gives these codes."""
         codes = self.fixed_codes
         if codes is None:
             return None
@@ -1070,9 +1090,9 @@ class Quantizer(QuantizerPart):
             )
         if is_sharded(x):
             raise ConfigError(
-                f"the codes of {self.name or self} are fixed, and quantizing the weight, which is sharded over "
-                "processes, may give other codes; call release_codes() on the quantizer, or shard no weight of this "
-                "layer. Call a model once before you compile it, so that it is known whether codes differ"
+                f"the codes of {self.name or self} are fixed, but its weight is sharded over processes, and quantizing "
+                "it in a compiled model or transform may give other codes; call the model once before you compile it, "
+                "which shows whether codes differ, call release_codes() on the quantizer, or do not shard this layer"
             )
         if not self._fits(x):
             return None
@@ -1111,14 +1131,14 @@ class Quantizer(QuantizerPart):
         return QParams(scale, zero_point)
 
     def _fits(self, x: Tensor) -> bool:
-        """Whether there are fixed codes and a scale, in the shape and storage that x needs."""
+        """Whether there is a scale, and fixed codes in the shape of x and the format's integer dtype."""
         codes = self.fixed_codes
         if codes is None or codes.is_meta or x.is_meta or is_sharded(x) or self.scales_each_call:
             return False
         return codes.shape == x.shape and codes.dtype is integers_of(self.spec.format)
 
     def _key(self, x: Tensor) -> Any:
-        """A value that differs after nearly every change of a parameter, its codes or scale; None for other tensors."""
+        """A value that differs after nearly every change of x, its codes or its scale; None unless x is a parameter."""
         codes, scale = self.fixed_codes, self.scale
         if type(x) is not nn.Parameter or x.is_inference() or codes is None or scale is None:
             return None
@@ -1153,11 +1173,11 @@ class Quantizer(QuantizerPart):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load a fixed range, or a learned range by the method that the keys name.
+        """Load a fixed range, or a learned range with the method that the keys name.
 
-        A state without codes keeps the present codes, which are valid if the weight has their values. Whether codes
-        stay under a learned scale is read from the metadata of the state; without metadata, it does not change. A
-        quantizer with a range for each bin refuses a state with one range or other bins.
+        Without codes in the state, the present codes stay, which are valid if the weight equals their values. The
+        state's metadata says whether training keeps codes (`keep_codes`); without metadata this stays as it is. A
+        quantizer with a range for each bin reports an error if the state has one range or other bins.
         """
         if state_dict.pop(prefix + MERGED, None) is not None and not vars(self).get(MERGED):
             warn_user(
@@ -1230,7 +1250,7 @@ class Quantizer(QuantizerPart):
         return f"Quantizer({', '.join(words)})"
 
     def by_value_text(self) -> list[str]:
-        """The words on ranges that a value chooses, for the quantizer's text; [] for a single range."""
+        """The part of `repr` about `by_value`, as a list of one text; [] without it."""
         return [] if self.by_value is None else [f"by {self.by_value.name} in {self.by_value.count} bins"]
 
 

@@ -109,7 +109,7 @@ def test_registration_needs_a_subclass() -> None:
     class NotLinear(QuantizedLayer):
         pass
 
-    with pytest.raises(ConfigError, match="NotLinear must be a subclass of Linear"):
+    with pytest.raises(ConfigError, match="NotLinear is not a subclass of Linear"):
         quantizes(nn.Linear)(NotLinear)
     with pytest.raises(ConfigError, match="Linear already has the quantized class QuantLinear"):
         quantizes(nn.Linear)(type("Other", (QuantizedLayer, nn.Linear), {}))

@@ -269,7 +269,7 @@ def learning() -> Quantizer:
     [
         (quantizer_with, CODES, torch.zeros(3, 2), ShapeError, r"\[2, 3\], but the weight of shape \[3, 2\]"),
         (quantizer_with, CODES.long(), None, QParamsError, "are torch.int64, but int8 has torch.int8"),
-        (lambda: quantizer_with(spec="int4 per_channel(0)"), CODES * 5, None, QParamsError, "hold -22, but int4"),
+        (lambda: quantizer_with(spec="int4 per_channel(0)"), CODES * 5, None, QParamsError, "hold -30, but the codes"),
         (lambda: quantizer_with(spec=FLOAT8), FLOAT8_NAN, None, QParamsError, "times its scale give inf or NaN"),
         (lambda: quantizer_with(float("nan")), CODES, None, QParamsError, "scale must be a positive, finite number"),
         (lambda: quantizer_with(1e38), CODES, None, QParamsError, "times its scale give inf or NaN"),

@@ -56,7 +56,7 @@ _layers: dict[type[nn.Module], type[QuantizedLayer]] = {}
 
 
 class QuantizedLayer(StoringLayer, backward.Trained):
-    """Base of all quantized layers, always combined with the class of the float layer.
+    """Base of all quantized layers; each also derives from the class of its float layer.
 
     A quantizer that is None leaves its tensor in float.
     """
@@ -116,7 +116,7 @@ class QuantizedLayer(StoringLayer, backward.Trained):
 
     @property
     def input_transform(self) -> InputTransform | None:
-        """The transform of the first input before its quantizer, whose inverse is in the weight; None without one."""
+        """The transform of the first input before its quantizer; None without a transform."""
         return cast("InputTransform | None", self._modules.get("_input_transform"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,8 +148,8 @@ class QuantizedLayer(StoringLayer, backward.Trained):
     def factors(cls, layer: nn.Module) -> dict[str, Operand]:
         """The quantized tensors of a layer except its output.
 
-        By default they follow from `inputs`, `output_channels` and the axes of reduction; a class of layers with
-        several weights, or with quantizers inside, overrides this method.
+        The default reads `inputs`, `output_channels` and the axes of reduction of this class. Layers with several
+        weights, or with quantizers inside, override this method.
         """
         # Fewer inputs than axes: a layer that overrides `inputs` with none.
         axes, sizes = zip(cls.inputs, cls.input_reductions, strict=False), cls.kernel_sizes(layer)
@@ -162,22 +162,22 @@ class QuantizedLayer(StoringLayer, backward.Trained):
 
     @classmethod
     def kernel_sizes(cls, layer: nn.Module) -> Sequence[int]:
-        """The sizes of the layer's kernel along the last axes; () for a layer without a kernel."""
+        """The sizes of the layer's kernel, along the last axes of its input; () for a layer without a kernel."""
         return getattr(layer, "kernel_size", ())
 
     @classmethod
     def products_of(cls, layer: nn.Module) -> list[Product]:
-        """The weights of a float or quantized layer that have a quantizer or may get one."""
+        """A `Product` for each weight of a float or quantized layer that has a quantizer or may get one."""
         operands = cls.operands(layer).items()
         return [cls.product_class.of(layer, attribute, own.weight) for attribute, own in operands if own.weight]
 
     def products(self) -> list[Product]:
-        """The weights of this layer that have a quantizer or may get one."""
+        """A `Product` for each weight of this layer that has a quantizer or may get one."""
         return self.products_of(self)
 
     @classmethod
     def takes(cls, layer: nn.Module) -> bool:
-        """Whether this class can quantize a float layer; other layers stay in float with a warning."""
+        """Whether this class can quantize a float layer; if not, `prepare` leaves the layer in float and warns."""
         return True
 
     @classmethod
@@ -185,35 +185,35 @@ class QuantizedLayer(StoringLayer, backward.Trained):
         """Raise ConfigError, with reason and cure, for a float layer that this class cannot quantize."""
 
     def quantized_weight(self) -> Tensor:
-        """The weight as quantized for the product."""
+        """The weight after its quantizer, as the product reads it."""
         quantizer = self._weight_quantizer
         return self.weight if quantizer is None else quantizer(self.weight)
 
     @classmethod
     def weighted_sum(cls, layer: nn.Module) -> backward.WeightedSum | None:
-        """The product of a layer for quantized backward products; None if its gradients stay in float."""
+        """The layer's product, for layers whose backward products can be quantized; None for other layers."""
         return None
 
     def integer_product(self, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """The output in integer execution for an input and the weight or other input; None if simulated."""
+        """The output in integer execution for x and `other`, a weight or input; None if the layer is simulated."""
         # Compilers and exporters cannot look into integer products: they get the simulated layer.
         if self.execution is Execution.SIMULATE or self.product is None or torch.compiler.is_compiling():
             return None
         return self.product(self, x, other, bias)
 
     def why_simulated(self, execution: Execution | None = None) -> str | None:
-        """Why the layer is simulated for any input (under its present execution by default); None if it is not."""
+        """Why the layer is simulated for all inputs under `execution` (None: its present one); None if it is not."""
         if self.product is None:
             return f"there is no integer product for {type(self).float_class.__name__}"
         return self.product.why_simulated(self, execution or self.execution)
 
     def is_on(self, attribute: str) -> bool:
-        """Whether there is a quantizer at an attribute, and it quantizes or observes."""
+        """Whether the attribute `attribute` holds a quantizer that is not off: it quantizes or observes."""
         quantizer = getattr(self, attribute)
         return quantizer is not None and quantizer.mode is not Mode.OFF
 
     def quantized(self, attribute: str, x: Tensor) -> Tensor:
-        """The tensor as the quantizer at an attribute returns it; unchanged without a quantizer."""
+        """x after the quantizer in the attribute `attribute`; x itself without a quantizer."""
         quantizer = getattr(self, attribute)
         return x if quantizer is None else quantizer(x)
 
@@ -245,11 +245,12 @@ def quantizes(float_class: type[nn.Module] | str) -> Callable[[LayerClass], Laye
     """Register a class as the quantized form of a float layer.
 
     Args:
-        float_class: the layer's class; or its full name, if the package of the class need not be installed. Then the
-            quantized class does not derive from it: `prepare` combines both when it meets the layer.
+        float_class: the float layer's class; or its full name, if its package need not be installed. With a name, the
+            registered class does not derive from the float class: `prepare` makes a class that derives from both.
 
     Raises:
-        ConfigError: the class is not a subclass of the float layer, or lacks the axis of an input.
+        ConfigError: the registered class does not derive from `float_class`, `float_class` already has a quantized
+            class, or `input_reductions` lacks the axis of an input.
 
     >>> class Scaled(torch.nn.Linear):
     ...     "Overrides `forward`, so that `prepare` leaves it in float."
@@ -267,13 +268,18 @@ def quantizes(float_class: type[nn.Module] | str) -> Callable[[LayerClass], Laye
         table: dict[Any, type[QuantizedLayer]] = _named_layers if isinstance(float_class, str) else _layers
         name = float_class if isinstance(float_class, str) else float_class.__name__
         if not isinstance(float_class, str) and float_class not in quantized.__mro__:
-            raise ConfigError(f"{quantized.__name__} must be a subclass of {name}, so that models keep working")
+            raise ConfigError(
+                f"{quantized.__name__} is not a subclass of {name}, as the quantized class of a float layer must be; "
+                f"derive it from {name}, too"
+            )
         if float_class in table:
-            raise ConfigError(f"{name} already has the quantized class {table[float_class].__name__}; register it once")
+            raise ConfigError(
+                f"{name} already has the quantized class {table[float_class].__name__}; register only one class for it"
+            )
         if len(quantized.inputs) > len(quantized.input_reductions):
             raise ConfigError(
-                f"{quantized.__name__} has {len(quantized.inputs)} inputs, but input_reductions has "
-                f"{len(quantized.input_reductions)}: name the axis of every input that the product sums over"
+                f"{quantized.__name__} has {len(quantized.inputs)} inputs, but input_reductions names the axes of "
+                f"{len(quantized.input_reductions)}; for every input, name the axis that the product sums over"
             )
         if not isinstance(float_class, str):
             quantized.float_class = float_class
@@ -286,14 +292,15 @@ def quantizes(float_class: type[nn.Module] | str) -> Callable[[LayerClass], Laye
 def quantizes_made_by(module: str) -> Callable[[LayerClass], LayerClass]:
     """Register the quantized class for all layers whose `forward` was written by a decorator of a module.
 
-    `module` is a full name; it need not be installed, because `prepare` combines the float and the quantized class.
-    Raises ConfigError for a module that is registered already.
+    `module` is the module's full name. The module need not be installed, because `prepare` makes a class that derives
+    from the float and the registered class. Raises ConfigError for a module that has a quantized class already.
     """
 
     def register(quantized: LayerClass) -> LayerClass:
         if module in _made_layers:
             raise ConfigError(
-                f"layers of {module} already have the quantized class {_made_layers[module].__name__}; register it once"
+                f"layers of {module} already have the quantized class {_made_layers[module].__name__}; register only "
+                "one class for them"
             )
         _made_layers[module] = quantized
         return quantized
@@ -302,12 +309,15 @@ def quantizes_made_by(module: str) -> Callable[[LayerClass], LayerClass]:
 
 
 def layers() -> dict[type[nn.Module], type[QuantizedLayer]]:
-    """The registered quantized classes, by class of the float layer."""
+    """The registered quantized classes, by the classes of float layers; without classes registered by a name."""
     return dict(_layers)
 
 
 def registered(cls: type[nn.Module]) -> type[QuantizedLayer] | None:
-    """The class registered for `cls` itself: by the class, its name, or the decorator of its `forward`; else None."""
+    """The quantized class that is registered for `cls`, not for a base class of it; None if there is none.
+
+    It is registered for the class, its full name, or the module of the decorator that wrote its `forward`.
+    """
     known = _layers.get(cls) or _named_layers.get(f"{cls.__module__}.{cls.__qualname__}")
     if known is not None:
         return known
@@ -352,7 +362,7 @@ def subtracts_mean(module: Any) -> TypeGuard[nn.LayerNorm]:
 
 
 def without_mean(norm: nn.LayerNorm) -> nn.Module:
-    """An RMSNorm with the result of a LayerNorm of weight 1, if each row has mean 0."""
+    """An RMSNorm of weight 1 that has, for rows with mean 0, the result of `norm` with weight 1 and no bias."""
     return nn.RMSNorm(list(norm.normalized_shape), eps=norm.eps).to(norm.weight).train(norm.training)
 
 
@@ -382,7 +392,7 @@ class SpatialLayer(QuantizedLayer):
     """A layer whose input [n, channels, ...] has spatial axes; the axis n may be missing."""
 
     def quantized_input(self, x: Tensor) -> Tensor:
-        """The quantized input. The quantizer always gets an axis n: a learned step counts elements of an example."""
+        """The quantized input. The quantizer always gets an axis n: learned steps count the elements of an example."""
         if not self._is_one_example(x):
             return super().quantized_input(x)
         return super().quantized_input(x.unsqueeze(0)).squeeze(0)
@@ -569,10 +579,10 @@ class QuantEmbeddingBag(_QuantTable, nn.EmbeddingBag):
 
 
 def leave_fast_paths(model: nn.Module) -> None:
-    """Make every transformer encoder with quantized layers call these layers, in place.
+    """Change every transformer encoder in `model` that has quantized layers, so that it calls these layers.
 
-    In eval mode without gradients torch computes an encoder layer in one operator from its float weights, without its
-    quantizers. `nn.MultiheadAttention` has such a path too, which its quantized class does not have.
+    In eval mode without gradients torch otherwise computes an encoder layer in one operator from the float weights,
+    without quantizers. `nn.MultiheadAttention` has such an operator, too, but its quantized class does not use it.
     """
     for module in model.modules():
         if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
@@ -591,7 +601,7 @@ _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose
 
 
 def conv_transpose(layer: nn.Module, input: Tensor, weight: Tensor, output_size: list[int] | None) -> Tensor:
-    """Compute a transposed convolution of torch with another weight [in, out / groups, ...]."""
+    """The output of a transposed convolution with `weight` [in, out / groups, ...] in place of the layer's weight."""
     # All of them have the same attributes.
     layer = cast("nn.ConvTranspose2d", layer)
     axes = len(layer.kernel_size)

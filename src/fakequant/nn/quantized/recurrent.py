@@ -1,7 +1,7 @@
-"""Recurrent layers computed step by step, so that quantizers apply to the input and state of every step.
+"""Recurrent layers that are computed step by step, so that the input and hidden state of every step are quantized.
 
-Biases and the state of an LSTM's cell stay in float. For an exporter a layer is one operator for all steps, which the
-exporter writes as a loop over any number of steps.
+Biases and the cell state of an LSTM stay in float. Under an exporter a layer calls one operator for all steps, which
+the exporter writes as a loop over any number of steps.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PREFIX = "weight_"
 
 
 class GateProduct(MatrixProduct):
-    """The product of a weight of all gates (in a layer and direction) with the input or hidden state of each step.
+    """The product of a weight, which holds all gates of a layer and direction, with each step's input or hidden state.
 
-    Its rows are the inputs or hidden states of all steps. The layer computes hidden states with this weight in float; a
-    cell gets them from its caller.
+    The rows are the inputs or hidden states of all steps. For the rows, a layer computes hidden states with this
+    weight in float; a cell gets hidden states from its caller.
     """
 
     has_steps = True
@@ -45,18 +45,18 @@ class GateProduct(MatrixProduct):
 
     @property
     def readers(self) -> int:  # type: ignore[override]
-        """How many directions read the layer's input, for a weight of that input; 0 for all other weights."""
+        """How many weights multiply the layer's input if this weight does (one per direction); 0 for other weights."""
         names = first_weights(self.layer)
         return len(names) if self.name in names else 0
 
     @property
     def _ending(self) -> str:
-        """The end of the names of weight and bias: "ih_l0_reverse" in a layer, "hh" in a cell."""
+        """The suffix of the names of weight and bias, such as "ih_l0_reverse" in a layer or "hh" in a cell."""
         return self.name.removeprefix(_PREFIX)
 
     @property
     def _seen(self) -> str:
-        """The suffix of the rows' quantizer: both directions share the inputs, but have separate hidden states."""
+        """A text that names the rows: both directions share the inputs, but have separate hidden states."""
         return self._ending.removesuffix("_reverse") if self._ending.startswith("ih") else self._ending
 
     @property
@@ -88,7 +88,7 @@ class GateProduct(MatrixProduct):
         return self.layer.watch(see)
 
     def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The rows [n, steps, columns], or [n, columns] of one step, transformed and quantized as in each step."""
+        """The rows after the transform and the quantizer, as in each step; [n, steps, columns], or [n, columns]."""
         (x,), quantizer, transform = inputs, self.input_quantizer, self.input_transform
         x = x if transform is None else transform(x)
         if quantizer is None or x.dim() < 3 or not quantizer.dynamic or is_by_row(quantizer.spec):
@@ -97,7 +97,7 @@ class GateProduct(MatrixProduct):
 
 
 def is_by_row(spec: QuantSpec) -> bool:
-    """Whether each row of a matrix has separate scales, so that its range depends on no other row.
+    """Whether each row of a matrix has separate scales, so that the range of a row depends on no other row.
 
     >>> is_by_row(QuantSpec.parse("int8 per_token")), is_by_row(QuantSpec.parse("int8 per_tensor"))
     (True, False)
@@ -115,18 +115,21 @@ _PARAMS = "Tensor weight, Tensor? bias, Tensor? scale, Tensor? zero_point"
 
 
 def written_as_loops(why_not: str | None = None) -> AbstractContextManager[None]:
-    """A context in which layers call the loop operator where they can; with a reason `why_not`, they never do."""
+    """A context in which recurrent layers call the loop operator where it supports them.
+
+    With `why_not`, the reason why the exporter writes no loops, layers never call the loop operator.
+    """
     return set_to(_why_not, why_not)
 
 
 def is_exporting_loops() -> bool:
-    """Whether an exporter that could write loops traces the layers."""
+    """Whether the running code is inside `written_as_loops`, but not traced by Dynamo."""
     # Dynamo cannot read context variables, and `export_onnx` traces without it.
     return not torch.compiler.is_dynamo_compiling() and _why_not.get() != _NONE
 
 
 def runs_backwards(path: str) -> bool:
-    """Whether the quantizer at a path is of a layer's reverse direction, which calls it for the last step first.
+    """Whether the quantizer at `path` belongs to a reverse direction, which begins with the last step.
 
     >>> runs_backwards("rnn._l0_reverse_hidden_quantizer"), runs_backwards("rnn._l0_hidden_quantizer")
     (True, False)
@@ -157,7 +160,7 @@ class GateWeights(NamedTuple):
 
 
 class GateQuantizers(NamedTuple):
-    """Quantizers of the joined input and hidden state, and of the joined weights: one product for all gates."""
+    """Two quantizers: of the input joined with the hidden state, and of the two weights joined in the same way."""
 
     input: Callable[[Tensor], Tensor]
     """Applied to the input and the hidden state of a step, concatenated [n, in + hidden]."""
@@ -166,7 +169,7 @@ class GateQuantizers(NamedTuple):
 
     @property
     def backward(self) -> None:
-        """The quantization of backward products: always None, gradients stay in float."""
+        """None, because gradients stay in float."""
 
     def weights(self, weights: GateWeights) -> GateWeights:
         """The weights, quantized once for all steps."""
@@ -195,7 +198,7 @@ def _by(quantizer: Quantizer | None, x: Tensor) -> Tensor:
 
 
 class LayerQuantizers(NamedTuple):
-    """The quantizers of one layer in one direction, or of a cell: one or None for each factor of a step."""
+    """The quantizers of one layer in one direction, or of a cell: one for each factor of a step, or None."""
 
     input: Quantizer | None
     hidden: Quantizer | None
@@ -236,7 +239,7 @@ StepQuantizers = GateQuantizers | LayerQuantizers
 
 
 def why_no_loop(input: Any, quantizers: Sequence[LayerQuantizers]) -> str | None:
-    """Why an exporter must write a layer step by step, as a clause of a sentence; None if it can write a loop."""
+    """The reason why an exporter must write a layer step by step, for a message; None if it can write a loop."""
     if not isinstance(input, Tensor):
         return "its input is a packed sequence"
     if input.dtype is not torch.float32:
@@ -247,7 +250,7 @@ def why_no_loop(input: Any, quantizers: Sequence[LayerQuantizers]) -> str | None
 def step(
     mode: str, x: Tensor, state: State, weights: GateWeights, quantizers: StepQuantizers, before: GateWeights
 ) -> State:
-    """The state after one step for x [n, in] and quantized weights; `before` are the unquantized weights."""
+    """The state after one step for x [n, in]; `weights` are the quantized weights, `before` the unquantized ones."""
     plain_x = quantizers.transformed(x)
     x, hidden = quantizers.factors(plain_x, state[0])
     if (how := quantizers.backward) is not None and is_trained(how.config):
@@ -284,8 +287,8 @@ def unroll(
         show: called before a layer runs in a direction.
 
     Raises:
-        ValueError: an input of other than 2 or 3 axes.
-        RuntimeError: input or state of a wrong shape.
+        ValueError: the input does not have 2 or 3 axes.
+        RuntimeError: the input or the state has a wrong shape.
     """
     steps, state = _opened(layer, input, hx)
     directions = 2 if layer.bidirectional else 1
@@ -345,7 +348,10 @@ def _one_direction(
 
 
 def _opened(layer: nn.RNNBase, input: Tensor | PackedSequence, hx: Any) -> tuple[list[Tensor], State]:
-    """The input of every step [n, in] and the first state [layers * directions, n, hidden]; raises for wrong shapes."""
+    """The input of every step [n, in] and the first state [layers * directions, n, hidden].
+
+    Raises ValueError or RuntimeError for wrong shapes.
+    """
     lstm = layer.mode == "LSTM"
     given = None if hx is None else tuple(hx) if lstm else (hx,)
     if isinstance(input, PackedSequence):
@@ -406,7 +412,10 @@ def _(gates: Tensor, hidden: Tensor, cell: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 
 def after_step(mode: str, x: Tensor, own: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden and cell state after a step, from the products [n, gates * hidden] of input (x) and hidden state (own)."""
+    """The hidden and cell state after a step.
+
+    `x` and `own` [n, gates * hidden] are the products of the weights with the input and with the hidden state.
+    """
     if mode == "LSTM":
         into, forget, new, out = (x + own).chunk(4, -1)
         cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
@@ -433,10 +442,11 @@ def _names(suffix: str) -> tuple[str, str, str, str]:
 
 
 class Recurrent(Watched, QuantizedLayer):
-    """Base of recurrent layers. `watch` shows the name of each weight's quantizer, and a function that returns rows.
+    """Base of quantized recurrent layers and cells.
 
-    These are the rows that the weight multiplies: [n, columns] in a cell; [n, steps, columns], or packed [1, rows,
-    columns], in a layer.
+    Functions that `watch` registers get, for each weight, the attribute of the weight's quantizer, and a function that
+    returns the rows that the weight multiplies: [n, columns] in a cell; [n, steps, columns] in a layer, or
+    [1, rows, columns] for a packed sequence.
     """
 
     product_class = GateProduct
@@ -461,7 +471,7 @@ class Recurrent(Watched, QuantizedLayer):
         return LinearSum()
 
     def places(self, attribute: str, steps: int) -> Sequence[int] | None:
-        """The indices of the steps in the order in which a quantizer is called for them; None if it is not known."""
+        """The indices of the steps in the order of the quantizer's calls; None if the order is not known."""
         return None
 
     def _quantizers(self) -> list[LayerQuantizers] | None:
@@ -532,8 +542,8 @@ class _RecurrentLayer(Recurrent):
             because = f", because {why_not}" if why_not else ""
             if isinstance(steps, torch.SymInt):
                 raise ExportError(
-                    f"{name}{because}, and the number of steps is dynamic; export it with a fixed length, without that "
-                    "axis in dynamic_shapes"
+                    f"{name}{because}, which needs a fixed number of steps, but that axis is dynamic; export it with a "
+                    "fixed length, without that axis in dynamic_shapes"
                 )
             if why_not:
                 text = f"{name}{because}: the file has the nodes of {steps} steps, and takes only inputs of that length"
