@@ -33,7 +33,7 @@ def test_other_orders_are_not_loaded(order: list[int]) -> None:
 
 
 def test_a_permutation_is_for_linear_layers() -> None:
-    with pytest.raises(ConfigError, match="a permutation orders the inputs of a linear layer, and this is a Conv2d"):
+    with pytest.raises(ConfigError, match="a permutation needs a linear layer, and this is a Conv2d"):
         Permutation.of(nn.Conv2d(2, 2, 1))
 
 

@@ -1,10 +1,10 @@
-"""Ranges that training moves, and sets of ranges from which a value of the batch, such as a timestep, chooses.
+"""Ranges that training moves, and ranges that a value of the batch, such as a timestep, chooses.
 
 A method of learning computes scale and zero point from its parameters by differentiable torch operations; the operator
-gives scale and zero point their gradients. A new method is one class here.
+computes the gradients of scale and zero point. A new method is one class here.
 
-A value of the batch, such as a timestep, chooses among several ranges of a tensor. A hook reads the value before the
-model's `forward`, and the quantizers take the range for it. Outside of a call of the model they raise an error.
+If a tensor has several ranges, a value of the batch chooses one. A hook reads the value before the model's `forward`,
+and quantizers use the range for this value. Outside of a call of the model such quantizers raise an error.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from fakequant.restore import restore_after
 
 
 class PreciseModule(nn.Module):
-    """A module whose tensors stay at least float32 in half precision, and take their shapes from a state dict."""
+    """Base of modules whose tensors stay at least float32 under `half()`, and get their shapes from a state dict."""
 
     def __getattr__(self, name: str) -> Any:
-        """The attribute that torch finds; NoWeightError for "weight", which `RowwiseParallel` asks of all modules."""
+        """The attribute `name` as torch finds it; NoWeightError for "weight", which `RowwiseParallel` reads."""
         if name == "weight":
             raise NoWeightError
         return nn.Module.__getattr__(self, name)  # of quantizers in peft's adapters, `super()` is another class
@@ -60,7 +60,7 @@ class PreciseModule(nn.Module):
         return {**self._parameters, **self._buffers}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PreciseModule:
-        """Move the tensors with the model, but keep at least float32: a float16 scale would change every code."""
+        """Apply `fn`, but keep tensors at least float32, because a float16 scale would change every code."""
         # Detached, because a parameter is converted in place.
         before = {name: value.detach() for name, value in self._own().items() if value is not None}
         super()._apply(fn, recurse)
@@ -76,7 +76,7 @@ class PreciseModule(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Load tensors that this module does not have yet, or has in another shape."""
+        """Load the state, also tensors that this module does not have yet, or has in another shape."""
         for name, own in self._own().items():
             given = state_dict.get(prefix + name)
             if given is not None and (own is None or own.shape != given.shape):
@@ -86,7 +86,7 @@ class PreciseModule(nn.Module):
 
 
 class QuantizerPart(PreciseModule):
-    """A quantizer or a learned range, which a state dict without any quantizer's keys leaves unchanged."""
+    """Base of quantizers and learned ranges, which a state dict of a float model leaves unchanged."""
 
     def _load_from_state_dict(
         self,
@@ -98,9 +98,9 @@ class QuantizerPart(PreciseModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load; report missing keys only if the state has keys of some quantizer of the same model.
+        """Load the state; report missing keys only if the state has keys of any quantizer of the model.
 
-        So a state dict of the float model loads with `strict=True`, but a state that lacks some quantizers does not.
+        Therefore `strict=True` accepts a state dict of the float model, but refuses one that lacks some quantizers.
         """
         absent: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs)
@@ -109,9 +109,9 @@ class QuantizerPart(PreciseModule):
 
 
 class _Absent(threading.local):
-    """The missing keys of quantizers in one `load_state_dict`, reported only once a key of some quantizer occurs.
+    """Collects the missing keys of quantizers in a `load_state_dict`, and reports them if any quantizer has keys.
 
-    A quantizer sees only the keys under its prefix. torch's list of missing keys is one object in the whole call.
+    A quantizer sees only the keys under its prefix. torch's list of missing keys is the same object in the whole call.
     """
 
     call: list[str] | None = None
@@ -139,14 +139,17 @@ _NO_CODE = 0.125
 
 
 def has_tensor_scale(spec: QuantSpec) -> bool:
-    """Whether a specification has one float32 scale of the whole tensor above the scales of blocks, as NVFP4 has."""
+    """Whether a specification has a float32 scale of the whole tensor that multiplies blocks' scales, like NVFP4."""
     return spec.symmetric and spec.scale.is_under_a_tensor and spec.scale.rounding is ScaleRounding.NEAREST
 
 
 def check_global_scale(global_scale: Tensor, spec: QuantSpec) -> None:
     """Raise QParamsError unless a global scale is float32 [1], finite and positive, and the specification has one."""
     if not has_tensor_scale(spec):
-        raise QParamsError(f"{GLOBAL_SCALE} needs a tensor scale above scales of blocks; leave it out for {spec}")
+        raise QParamsError(
+            f"{spec} has no per-tensor scale that multiplies the scales of blocks, as {GLOBAL_SCALE} needs; leave "
+            f"{GLOBAL_SCALE} out"
+        )
     if global_scale.dtype is not torch.float32 or tuple(global_scale.shape) != (1,):
         raise QParamsError(f"{GLOBAL_SCALE} must be float32 [1], got {global_scale.dtype} {list(global_scale.shape)}")
     if not bool(global_scale.isfinite().all() and (global_scale > 0).all()):
@@ -154,7 +157,7 @@ def check_global_scale(global_scale: Tensor, spec: QuantSpec) -> None:
 
 
 def params_under(x: Tensor, spec: QuantSpec, global_scale: Tensor) -> QParams:
-    """The scales of the blocks of x: amax / bound * global_scale in the scales' format, divided by global_scale.
+    """The scales of the blocks of x: amax / bound * global_scale, rounded to the scales' format, / global_scale.
 
     The operations and their order are those of compressed-tensors, `calculate_qparams`.
     """
@@ -166,7 +169,7 @@ def params_under(x: Tensor, spec: QuantSpec, global_scale: Tensor) -> QParams:
 
 
 def shared_by(granularity: Granularity, shape: tuple[int, ...], *, examples: bool) -> int:
-    """How many elements share a scale; with `examples`, how many of each example along the first axis.
+    """How many elements share a scale; with `examples`, how many elements of one example (index of the first axis).
 
     >>> from fakequant import PerTensor
     >>> shared_by(PerTensor(), (32, 10), examples=True), shared_by(PerTensor(), (32, 10), examples=False)
@@ -180,7 +183,7 @@ _shared_by = lru_cache(maxsize=4096)(shared_by)  # asked at every call, and the 
 
 
 def straight_through(value: Tensor, parameter: Tensor, factor: float | Tensor = 1.0) -> Tensor:
-    """Return `value`; its gradient times `factor` goes to `parameter`, which must be finite (straight-through).
+    """`value`, whose gradient times `factor` goes to `parameter` (straight-through); `parameter` must be finite.
 
     >>> step = torch.tensor([1.4], requires_grad=True)
     >>> straight_through(step.ceil(), step, 0.5).backward()
@@ -191,7 +194,7 @@ def straight_through(value: Tensor, parameter: Tensor, factor: float | Tensor = 
 
 
 class LearnedRange(QuantizerPart, ABC):
-    """Parameters that training changes, and the scale and zero point that they define.
+    """Base of the methods of learning: parameters that training moves, and the scale and zero point from them.
 
     Parameters are None until `start` or a state dict sets them.
 
@@ -199,7 +202,7 @@ class LearnedRange(QuantizerPart, ABC):
         spec: how the tensor is quantized.
 
     Raises:
-        ConfigError: the method cannot serve the specification.
+        ConfigError: the method does not support the specification.
     """
 
     method: ClassVar[str] = ""
@@ -241,7 +244,7 @@ class LearnedRange(QuantizerPart, ABC):
         """The present scale and zero point, differentiable; `elements` counts the elements that share a scale."""
 
     def vanished(self) -> tuple[int, int]:
-        """How many scales training drove to 0 or below, where groups lose their values; and how many there are."""
+        """How many scales training drove to 0 or below (their groups lose all values), and the count of all scales."""
         return 0, 0
 
     def fake_quantize(self, x: Tensor, params: QParams) -> Tensor:
@@ -249,7 +252,10 @@ class LearnedRange(QuantizerPart, ABC):
         return library.fake_quantize(x, params, self.spec)
 
     def fake_quantize_in_one_call(self, x: Tensor, *, examples: bool) -> Tensor | None:
-        """x quantized by one operator; None if callers must use `qparams` and `fake_quantize`. See `shared_by`."""
+        """x quantized by one operator; None if callers must use `qparams` and `fake_quantize` instead.
+
+        `examples` is as for `shared_by`.
+        """
         return None
 
     def warn_if_frozen(self) -> None:
@@ -283,7 +289,7 @@ _Class = TypeVar("_Class", bound=type[LearnedRange])
 
 
 def register_learned_range(name: str) -> Callable[[_Class], _Class]:
-    """Register a class under a name; raises ConfigError if the name is taken or no identifier."""
+    """A decorator that registers a `LearnedRange` under `name`, which must be a new identifier, else ConfigError."""
     if not name.isidentifier():
         raise ConfigError(f"the name {name!r} of a method must be an identifier, such as 'lsq_plus'")
     return registered_in(_registry, name, "method")
@@ -301,7 +307,7 @@ def learned_ranges() -> list[str]:
 def make_learned_range(method: str, spec: QuantSpec, **options: Any) -> LearnedRange:
     """A new object of a learning method, for a specification; its parameters are not set yet.
 
-    Raises ConfigError for an unknown method or option, or a method that cannot serve the specification.
+    Raises ConfigError for an unknown method or option, or a method that does not support the specification.
     """
     cls = _registry.get(method)
     if cls is None:
@@ -311,7 +317,7 @@ def make_learned_range(method: str, spec: QuantSpec, **options: Any) -> LearnedR
 
 
 def _step_of(scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Convert a scale to the step (units of x per code), or back: the reciprocal under MULTIPLIER, else unchanged."""
+    """The step (units of x per code) of a scale, or the scale of a step: reciprocals under MULTIPLIER, else equal."""
     if spec.arithmetic is not Arithmetic.MULTIPLIER:
         return scale
     return reciprocal(scale)
@@ -340,9 +346,9 @@ def _need_symmetric(method: str, spec: QuantSpec) -> None:
 
 @register_learned_range("lsq")
 class LSQ(LearnedRange):
-    """The step between codes is learned; a zero point stays as calibrated.
+    """A learned range whose parameter is the step between codes; the zero point stays as calibrated.
 
-    A step that training drives below zero counts as the smallest positive step and still gets its gradient.
+    A step that training drives to zero or below counts as the smallest positive step and still gets its gradient.
 
     Args:
         spec: any specification with float32 scales.
@@ -394,10 +400,10 @@ class LSQ(LearnedRange):
 
 @register_learned_range("lsq_plus")
 class LSQPlus(LSQ):
-    """The step is learned; with a zero point, the offset, which is the value of code 0, is learned, too.
+    """A learned range whose parameters are the step and, for a specification with a zero point, the value of code 0.
 
-    The zero point is the offset in steps, rounded to a code, so that 0.0 stays exact. A symmetric specification has no
-    offset and learns the step alone, as the paper does for weights.
+    The value of code 0 is the offset; the zero point is the offset in steps, rounded to a code, so that 0.0 stays
+    exact. A symmetric specification learns the step alone, as the paper does for weights.
 
     Source: Bhalgat et al., LSQ+, arXiv 2004.09576, section 3.
     """
@@ -424,11 +430,11 @@ class LSQPlus(LSQ):
 
 @register_learned_range("pact")
 class PACT(LearnedRange):
-    """The clip value, which maps to the format's largest code, is learned from the clipped elements alone.
+    """A learned range whose parameter is the clip value, which is mapped to the format's largest code.
 
     The gradient is that of clipping to the range of the codes, `Gradient.CLIP` whatever the specification says: 1 where
-    x is at or beyond the clip value, 0 inside, quant_min / bound at the other end. Where nothing is clipped there is no
-    gradient: begin from a range that clips (calibrated by percentile, entropy or mse), or let weight decay shrink it.
+    x is at or beyond the clip value, 0 inside, quant_min / bound at the other end. If nothing is clipped, the gradient
+    is 0; therefore begin with a range that clips (calibrated by percentile, entropy or mse), or use weight decay.
 
     Args:
         spec: symmetric, with float32 scales.
@@ -458,7 +464,7 @@ class PACT(LearnedRange):
 
 @register_learned_range("tqt")
 class TQT(LearnedRange):
-    """The logarithm of the threshold is learned; scales are powers of two.
+    """A learned range whose parameter is the logarithm of the threshold; scales are powers of two.
 
     The scale is 2**ceil(log2_threshold) / 2**bits (bits without sign; for floats, 2**bits is the next power of two from
     the largest code), so that the threshold is never clipped. `ceil` is taken as the identity in the gradient.
@@ -507,10 +513,11 @@ _calls = _Calls()
 
 
 class ByValue:
-    """Boundaries that divide a value of a call, such as a timestep, into bins, each with a range.
+    """Boundaries that divide the values of a call, such as a timestep, into bins; each bin has a separate range.
 
     Args:
-        by: an argument's name, or a function, that gives the value: a number, or a tensor of one number or one per row.
+        by: the name of the argument of `forward` that is the value, or a function of all arguments that returns it.
+            The value is a number, or a tensor of one number or of one number per row.
         boundaries: rising numbers; bin i holds values from boundaries[i - 1] to below boundaries[i], in float32.
 
     >>> by_value = ByValue("timestep", [10.0, 100.0])
@@ -522,16 +529,20 @@ class ByValue:
 
     def __init__(self, by: By, boundaries: Iterable[float]) -> None:
         if not (isinstance(by, str) or callable(by)):
-            raise ConfigError(f'by= takes the name of an argument, such as "timestep", or a function, got {shown(by)}')
+            raise ConfigError(
+                f'by= must be the name of an argument, such as "timestep", or a function, got {shown(by)}'
+            )
         self.by = by
         try:
             edges = torch.tensor([float(edge) for edge in boundaries], dtype=torch.float32, device="cpu")
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"boundaries= are numbers, such as [250, 500, 750], got {shown(boundaries)}") from error
+            raise ConfigError(
+                f"boundaries= must be numbers, such as [250, 500, 750], got {shown(boundaries)}"
+            ) from error
         if not len(edges) or not bool(edges.isfinite().all()) or bool((edges[1:] <= edges[:-1]).any()):
             raise ConfigError(
-                "boundaries= are one or more finite numbers that rise, also as float32, such as [250, 500, 750], got "
-                f"{shown(edges.tolist())}"
+                "boundaries= must be one or more finite numbers that rise, also as float32, such as [250, 500, 750], "
+                f"got {shown(edges.tolist())}"
             )
         self.boundaries: tuple[float, ...] = tuple(edges.tolist())
 
@@ -564,7 +575,10 @@ class ByValue:
         return other is not None and (self.by, self.boundaries) == (other.by, other.boundaries)
 
     def rows_of(self, value: Any) -> Tensor:
-        """A value as float32 [rows, 1], or [1, 1] for the whole batch; raises ConfigError for other values."""
+        """A value as float32 [rows, 1], or [1, 1] for the whole batch.
+
+        Raises ConfigError unless the value is a number, or a tensor of one number or of one number per row.
+        """
         if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating, torch.SymInt, torch.SymFloat)):
             number: Any = value
             value = torch.full((1,), number, dtype=torch.float32, device="cpu")
@@ -580,7 +594,7 @@ class ByValue:
         return rows
 
     def bins_of(self, value: Any) -> Tensor:
-        """The bin of a value, int64 [1], or the bins of the rows of a batch, int64 [rows] if they differ."""
+        """The bin of a value, int64 [1]; if the rows of a batch have different bins, one for each, int64 [rows]."""
         rows = self.rows_of(value)
         edges = torch.tensor(self.boundaries, dtype=torch.float32, device=rows.device)
         found = (rows >= edges).sum(-1)
@@ -591,7 +605,7 @@ class ByValue:
         if not x.dim() or len(x) != rows:
             raise ShapeError(
                 f"{named}got a tensor of shape {list(x.shape)} in a batch whose {rows} rows have different bins of "
-                f"{self.name}: its first axis is not the axis of rows; give batches of one {self.name}"
+                f"{self.name}, and expected {rows} as the length of the first axis; give batches of one {self.name}"
             )
 
     def now(self) -> Tensor | None:
@@ -600,7 +614,10 @@ class ByValue:
 
 
 class Reader:
-    """A hook before a model's `forward` that reads a value, such as a timestep, and notes its bin."""
+    """Two hooks of a model: before `forward`, the first reads a value, such as a timestep, and notes its bin.
+
+    The second forgets the bin after `forward`.
+    """
 
     def __init__(self, model: nn.Module, by_value: ByValue) -> None:
         self.by_value, self._place, self._default = by_value, None, None
@@ -610,7 +627,7 @@ class Reader:
             if own is None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
                 raise ConfigError(
                     f"by={by_value.by!r} names no argument of {type(model).__name__}.forward, which takes "
-                    f"{', '.join(parameters)}; or give a function that is called with the same arguments"
+                    f"{', '.join(parameters)}; give one of these names, or a function that takes the same arguments"
                 )
             if own is not None:
                 self._default = None if own.default is own.empty else own.default
@@ -664,11 +681,11 @@ def read_values(model: nn.Module, wanted: Iterable[ByValue]) -> None:
 
 
 class CallEnded(BaseException):
-    """Ends a call of a model before its `forward`, by a hook that has seen enough."""
+    """Raised by a hook to end a call of a model before its `forward`."""
 
 
 def bins_of_call(model: nn.Module, run: Callable[[], object]) -> dict[ByValue, Tensor]:
-    """The bins of the call of a model that `run` makes; the call ends before `forward`."""
+    """The bins that the model's hooks read when `run` calls the model; the call ends before `forward`."""
     readers = [reader for hook in model._forward_pre_hooks.values() if (reader := _reader(hook)) is not None]
     found: dict[ByValue, Tensor] = {}
 
@@ -690,7 +707,7 @@ def calls_now() -> dict[ByValue, Tensor]:
 
 @contextmanager
 def call_again(bins: Mapping[ByValue, Tensor]) -> Iterator[None]:
-    """A context in which quantizers take the ranges of the bins of an earlier call."""
+    """A context in which quantizers use the ranges of `bins`, which `calls_now` returned in an earlier call."""
     before = _calls.bins
 
     def restore() -> None:
@@ -704,16 +721,16 @@ def call_again(bins: Mapping[ByValue, Tensor]) -> Iterator[None]:
 def params_of_call(
     by_value: ByValue, params: QParams, spec: QuantSpec, x: Tensor, named: Callable[[], str]
 ) -> tuple[QParams, QuantSpec]:
-    """The parameters for the running call, selected from those of all bins, and the specification for them and x.
+    """The parameters for the running call, selected from `params` of all bins, and the specification to use with them.
 
     If rows of x have different bins, this specification has a scale for each row. `named` returns the start of
     messages, "the quantizer ...". Raises CalibrationError if no call runs, ShapeError if the parameters do not fit x,
-    and a ConfigError if rows take different bins and the specification has no ranges for rows.
+    and ConfigError if rows have different bins, but the specification cannot have a scale for each row.
     """
     bins, shape, groups = by_value.now(), shape_of(x), params.scale.shape[1:]
     if bins is None:
         raise CalibrationError(
-            f"{named()} has ranges by {by_value.name}, which is known only in a call of the calibrated model: call the "
+            f"{named()} has ranges by {by_value.name}, which is known only in a call of the calibrated model; call the "
             "model, not a part of it or its forward, and run no checkpointed part again in backward"
         )
     if bins.numel() == 1:

@@ -1,7 +1,7 @@
-"""Quantizers under tensor parallelism: inputs are DTensors, or plain tensors that may be one process's part.
+"""Quantizers under tensor parallelism, whose inputs are DTensors, or plain tensors that may be one process's part.
 
 All processes give a DTensor the range of the whole tensor. Between layers that `parallelize_module` sharded, a plain
-tensor may be the part of a process, without a mark, and a part has a narrower range.
+tensor may be a process's part of an activation; nothing marks it, and the range of a part is narrower.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fakequant.numerics.spec import QuantSpec, Rounding
 
 
 class Mesh:
-    """The processes among which the layers of one prepared model are sharded; `group` is None without sharding."""
+    """Holds the process group over which layers of a prepared model are sharded: `group`, None without sharding."""
 
     group: Any = None
 
@@ -38,7 +38,7 @@ class Mesh:
 
 
 def share_mesh(model: nn.Module) -> None:
-    """Give all quantizers of a model one `Mesh`, which names the processes of its tensor parallelism, now or later."""
+    """Give all quantizers of a model the same `Mesh`, whose group is set now, or later when a layer is sharded."""
     mesh = Mesh()
     mesh.group = parallel_group(model)
     for module in model.modules():
@@ -47,7 +47,7 @@ def share_mesh(model: nn.Module) -> None:
 
 
 def note_mesh(layer: nn.Module) -> None:
-    """Note on the mesh of a layer's quantizers that the layer was sharded after `prepare`."""
+    """Set the group of the `Mesh` of a layer's quantizers after the layer was sharded."""
     for module in layer.children():
         mesh = getattr(module, "mesh", None)
         if isinstance(mesh, Mesh):
@@ -63,10 +63,9 @@ def is_shared_out(layer: nn.Module, quantizer: Any) -> bool:
 
 
 def known_parts(name: str, spec: QuantSpec, x: Any, *, observed: bool) -> Tensor:
-    """The DTensor x with its partial sums added, for the quantizer `name`; raises ConfigError like `check_parts`.
+    """The DTensor x with its partial sums added, for the quantizer `name`; raises the ConfigErrors of `check_parts`.
 
-    `observed`: a calibrator gathers the parts next, so that a ConfigError is also raised if their sizes differ between
-    processes.
+    `observed` says that a calibrator gathers the parts next; then parts of different sizes raise a ConfigError, too.
     """
     x = whole_sums(x)
     for place, placement in enumerate(x.placements):
@@ -86,12 +85,12 @@ def known_parts(name: str, spec: QuantSpec, x: Any, *, observed: bool) -> Tensor
 def check_parts(name: str, spec: QuantSpec, x: Any, axes: Iterable[int]) -> None:
     """Raise ConfigError if a DTensor cannot be quantized part by part along the axes of its mesh.
 
-    A border between processes must not cut a block, and DTensors must support the rounding and format. The tensor can
+    A border between processes must not cut a block, and DTensors must support the rounding and format of `spec`. x can
     be on the meta device.
     """
     if spec.rounding is Rounding.STOCHASTIC or isinstance(spec.format, TableFormat):
         raise ConfigError(
-            f"{name}: {spec} does not support tensors that are sharded over processes; round to nearest in a format "
+            f"{name}: {spec} cannot quantize a tensor that is sharded over processes; round to nearest in a format "
             "without a table, or leave the layer out of the plan of parallelize_module"
         )
     for place in axes:

@@ -36,12 +36,12 @@ MakeMode = Callable[[Sites, nn.Module], SiteMode]
 
 
 def run_traced(run: Callable[[MakeMode], Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Run an owner in a trace; if its calls do not fit, try again without counting calls that read only parameters.
+    """Run the `forward` of an owner in a trace, up to three times until its calls fit the plan.
 
-    If the counted calls do not fit the plan either, but contain the planned calls in exactly one way, the other calls
-    stay in float, such as a mask that is added only in a trace. The trace does not use the results of earlier tries. If
-    no try fits, or a try wrote to a tensor that existed before, the SiteError of the first try is raised. `run` calls
-    the owner's `forward` under the mode that its argument makes.
+    `run` calls `forward` under the mode that the argument of `run` makes. The second try does not count calls that read
+    only parameters. In the third try, if the counted calls contain the planned calls in exactly one way, all other
+    calls stay in float, such as a mask that is added only in a trace. Results of earlier tries are not used. If no try
+    fits, or a try wrote to a tensor that existed before, the SiteError of the first try is raised.
     """
     before = [*_tensors((args, kwargs)), *module.buffers()]
     versions = [x._version for x in before]
@@ -66,7 +66,7 @@ def run_traced(run: Callable[[MakeMode], Any], module: nn.Module, args: Any, kwa
 
 
 class _OfInputs(SiteMode):
-    """Counts calls of functions, except those whose float tensors all come from parameters."""
+    """A mode that does not count calls whose float tensors all come from parameters."""
 
     def __init__(self, sites: Sites, module: nn.Module) -> None:
         super().__init__(sites, module)
@@ -84,7 +84,7 @@ class _OfInputs(SiteMode):
 
 
 class _Listing(SiteMode):
-    """Quantizes nothing, and lists the names of the calls that the plan counts."""
+    """A mode that quantizes nothing, and lists the names of the calls that the plan counts."""
 
     def __init__(self, called: list[str], sites: Sites, module: nn.Module) -> None:
         super().__init__(sites, module)
@@ -100,7 +100,7 @@ class _Listing(SiteMode):
 
 
 class _Aligned(SiteMode):
-    """Counts and quantizes only the calls whose numbers are in `places`; other calls stay in float."""
+    """A mode that counts and quantizes only the calls whose numbers are in `places`; other calls stay in float."""
 
     def __init__(self, places: Collection[int], sites: Sites, module: nn.Module) -> None:
         super().__init__(sites, module)
@@ -115,7 +115,7 @@ class _Aligned(SiteMode):
 
 
 def _earliest(planned: Sequence[str], called: Sequence[str]) -> list[int]:
-    """For each planned call, the first place of its function in a trace, after the place of the planned call before."""
+    """For each planned call, the index in `called` of the first such call after that of the planned call before."""
     places: list[int] = []
     for place, name in enumerate(called):
         if len(places) < len(planned) and planned[len(places)] == name:
@@ -128,7 +128,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that the owner that calls the function does not count calls of torch inside the function."""
+    """Wrap a function so that the owner that calls it does not count the calls that the function itself makes."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ def hide_caches() -> None:
 
 
 def add_sites(module: nn.Module, sites: Sites) -> None:
-    """Make a module the owner of sites: change its class in place. Raises ConfigError if copies would lose them."""
+    """Make a module the owner of `sites`, and change its class. Raises ConfigError if copies would lose the sites."""
     if type(module).__reduce_ex__ is not object.__reduce_ex__ or type(module).__reduce__ is not object.__reduce__:
         if isinstance(module, torch.fx.GraphModule):
             raise ConfigError(
@@ -253,7 +253,7 @@ def _owner_class(cls: type[Any]) -> type[Any]:
 
 
 def _without_sites(cls: type[Any]) -> dict[str, Any]:
-    """Methods of an owner's class that leave its sites out of its children, as its `forward` expects."""
+    """Methods for the subclass of an owner, by which the owner's `forward` does not see the sites as a child."""
 
     def named_children(self: Any) -> Iterator[tuple[str, nn.Module]]:
         # Moving or training a model needs the sites; only the owner's `forward` does not expect them.
@@ -288,7 +288,7 @@ def _without_sites(cls: type[Any]) -> dict[str, Any]:
 
 
 def _others(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a container, without its sites."""
+    """The children of an owner by name, without its sites."""
     return {name: child for name, child in module._modules.items() if name != SITES and child is not None}
 
 
@@ -327,7 +327,7 @@ _MAKERS = {"owner": _owner_class, "shielded": _shielded_class}
 
 
 def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """The parts that pickle and copy store: the original class, since the subclass has no importable name."""
+    """What pickle and copy store: the state and the original class, because the subclass cannot be imported."""
     cls, role = type(module).swapped_from  # type: ignore[attr-defined]
     _, _, *state = object.__reduce_ex__(module, max(int(protocol), 2))
     return (_new, (role, *class_reference(cls)), *state)

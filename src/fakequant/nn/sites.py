@@ -1,10 +1,10 @@
 """Quantizers for functions that a module's `forward` calls: `+`, `@`, `cat`, softmax, attention.
 
-A call of a function that quantizes what it reads (its operands) or its result is a site; the module whose `forward`
-makes the call is the owner of the site. The owner's class is swapped for a subclass that enters a small
-`TorchFunctionMode` for the time of `forward`. The mode counts the calls of the functions that have quantizers and
-quantizes their operands. Modules that an owner calls get a subclass that removes the mode while they run, so that a
-mode sees only the calls of its owner. No function of torch is replaced.
+A site is a call of a function whose operands or result are quantized; the module whose `forward` makes the call is the
+owner of the site. The owner's class is replaced by a subclass that enters a `TorchFunctionMode` during `forward`. The
+mode counts calls of the functions that have quantizers, and quantizes their operands and results. Modules that an owner
+calls get a subclass that removes the mode while they run, so that a mode sees only the calls of its owner. No function
+of torch is replaced.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def attend_in_parts(  # noqa: PLR0913  as torch's
     """Compute `F.scaled_dot_product_attention` in three operations (product, softmax, product), equal within rounding.
 
     Args:
-        multiply: `matmul` of two factors.
+        multiply: multiplies two factors, as `matmul` does.
         probabilities: quantizes the result of the softmax [..., queries, keys], before dropout.
         query: [..., heads, queries, features].
         key: [..., heads, keys, features].
@@ -137,11 +137,11 @@ SITES = "_sites"
 
 
 class Site(Watched, Trained):
-    """The quantizers of one call of a function, one for each quantized operand; `output` quantizes the result.
+    """A module with the quantizers of a function call: one for each quantized operand, and `output` for the result.
 
-    A site may also quantize between the operations of its function, as attention its `probabilities`. Unless that
-    quantizer is off, the function is computed as these operations: see `IN_PARTS`.
-    Functions that watch a site see the operands by name, and all arguments, before they are quantized.
+    A site may also have a quantizer inside its function, such as `probabilities` of attention. Unless this quantizer
+    is off, the function is computed as several operations, see `IN_PARTS`. Functions that `watch` registers get the
+    operands by name, then all arguments, before they are quantized.
 
     Attributes:
         function: the canonical name.
@@ -164,7 +164,7 @@ class Site(Watched, Trained):
             self.add_module(name, quantizer)
 
     def _check_parameters(self, mode: SiteMode, places: Sequence[tuple[str, Any, Any]]) -> None:
-        """Raise SiteError if a call reads another parameter than planned, whose values the scales do not fit."""
+        """Raise SiteError if a call reads another parameter than planned, because the scales do not fit it."""
         for name, holder, key in places:
             path = self.weights.get(name)
             if path is not None and isinstance(found := holder[key], nn.Parameter):
@@ -175,9 +175,9 @@ class Site(Watched, Trained):
                     own = next((name for name, one in named if one is found), "another parameter")
                     raise SiteError(
                         f"{module_name(mode.sites.owner)}: a call of {self.function} reads {own}, and the plan has "
-                        f"{path} for this call, whose scales do not fit {own}: a branch calls the same functions "
-                        "in the same order. Move each branch into a separate module, or leave the function in float "
-                        "by a rule"
+                        f"{path} for this call, whose scales do not fit {own}. Two branches that call the same "
+                        "functions in the same order cause this: move each branch into a separate module, or leave "
+                        "the function in float by a rule"
                     )
 
     def call(self, mode: SiteMode, called: CalledAs, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -233,14 +233,14 @@ class Site(Watched, Trained):
 
 
 class Sites(nn.Module):
-    """The sites of one owner, a module whose `forward` calls functions with quantizers.
+    """A module that holds the sites of one owner, the module whose `forward` calls their functions.
 
     Attributes:
         owner: the path of the module, for messages.
         steps: the name of the function of each numbered call, in the order of calls in one `forward`.
-        keys: a name for every step, with a site or without: "add_0" for the first addition.
-        training_keys: the names of the calls in training mode; a call that eval mode does not make has no number:
-            "add_". None if the calls are the same.
+        keys: a name for every step, also for steps without a site, such as "add_0" for the first addition.
+        training_keys: the names of the calls in training mode, where a call that eval mode does not make has no number,
+            such as "add_"; None if training makes the same calls.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class Sites(nn.Module):
         return {key: site for key, site in self._modules.items() if isinstance(site, Site)}
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Raise SiteError: a loop over all submodules of the owner would call this module, too."""
+        """Raise SiteError, because only a loop over all submodules of the owner calls this module."""
         raise SiteError(
             f"{module_name(self.owner)} calls all modules that it holds, also {SITES}, which holds quantizers; let its "
             f"forward skip {SITES}, or leave its functions in float by {float_rule(self)}"
@@ -269,7 +269,7 @@ class Sites(nn.Module):
 
 
 def site_key(function: str, index: int) -> str:
-    """The key of a site: the function's name, and the count of earlier calls of this function."""
+    """The key of a site: the function's name, and `index`, the count of earlier calls of this function."""
     return f"{function}_{index}"
 
 
@@ -324,7 +324,7 @@ _WHOLE: WeakSet[Sites] = WeakSet()
 
 
 class SiteMode(TorchFunctionMode):
-    """Counts the calls in one `forward` of an owner; each `forward` makes a new mode, so that threads share nothing."""
+    """Counts and quantizes the calls in one `forward` of an owner; each `forward` makes a new mode, for threads."""
 
     def __init__(self, sites: Sites, module: nn.Module) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ class SiteMode(TorchFunctionMode):
         return site.call(self, called, func, args, kwargs)
 
     def counted(self, func: Any, args: Any, kwargs: Any) -> str | None:
-        """The function's name if the plan of this owner counts the call; else None."""
+        """The name of the function if the owner's sites count this call; else None."""
         called = called_as(func)
         is_counted = called is not None and called.function.name in self.sites.counted and takes_floats(args, kwargs)
         return called.function.name if called is not None and is_counted else None
@@ -368,9 +368,9 @@ class SiteMode(TorchFunctionMode):
         pause()
 
     def finish(self) -> None:
-        """Raise SiteError if `forward` made fewer calls than planned, unless it clearly returned early.
+        """Raise SiteError if `forward` made fewer calls than planned, unless `forward` clearly returned early.
 
-        If `forward` has never made all planned calls, it always raises.
+        Before `forward` has made all planned calls once, an early return raises, too.
         """
         if torch.compiler.is_compiling():
             is_whole = self.place == len(self.steps)
@@ -394,7 +394,8 @@ class SiteMode(TorchFunctionMode):
             if frame.f_globals is vars(checkpointing):
                 raise SiteError(
                     f"{module_name(sites.owner)} calls torch.utils.checkpoint on a function that has quantizers "
-                    f"({', '.join(sites._modules)}); the backward pass would compute it again without them. Move the "
+                    f"({', '.join(sites._modules)}); the backward pass would compute the function again without "
+                    "quantizers. Move the "
                     "function into a module, and checkpoint the module, or leave these calls in float by "
                     f"{float_rule(sites)}"
                 )
@@ -402,7 +403,7 @@ class SiteMode(TorchFunctionMode):
 
 
 def _context() -> tuple[bool, Any]:
-    """The grad mode and saved-tensor hooks, which activation checkpointing changes when it recomputes in backward."""
+    """The grad mode and the saved-tensor hooks, which differ when activation checkpointing recomputes in backward."""
     return torch.is_grad_enabled(), _autograd._top_saved_tensors_default_hooks(False)
 
 
@@ -430,9 +431,9 @@ def resume(mode: SiteMode) -> None:
 
 
 def attention_function(query: Tensor, key: Tensor, value: Tensor, run: Callable[..., Any]) -> Any:
-    """The result of `run(query, key, value)`, called so that the owner's sites count the call as one function.
+    """The result of `run(query, key, value)`, which the owner's sites count as a single call of attention.
 
-    Use it for attention that calls no function of torch, or an opaque function.
+    It is for attention that calls no function of torch, or a function that torch cannot look into.
     """
     mode = pause()
     if mode is not None:  # not by torch, whose way to a mode the compiler cannot trace
@@ -658,7 +659,7 @@ OF_LAYERS = frozenset(function for function, operand in _CLASSES if operand == "
 
 
 def site_products(owner: nn.Module) -> dict[str, Product]:
-    """The weights with quantizers that functions in the `forward` of a module read, by the quantizer's path in it."""
+    """The products with weights that functions in the `forward` of `owner` read, by the paths of their quantizers."""
     found: dict[str, Product] = {}
     sites = sites_of(owner)
     for key, site in sites.by_key().items() if sites is not None else ():

@@ -109,12 +109,12 @@ class StoredWeight(Tensor):
 
     @classmethod
     def of(cls, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> StoredWeight:
-        """Store codes, in the storage of the format, with a scale that broadcasts with them."""
+        """A stored weight from codes in the format's storage dtype; scale and zero point broadcast with the codes."""
         return cls(_pack(codes, spec.format), params, spec, tuple(codes.shape), dtype)
 
     @classmethod
     def quantized(cls, weight: Tensor, params: QParams, spec: QuantSpec) -> StoredWeight:
-        """Quantize a weight without NaN; its codes are computed in parts, to need little memory."""
+        """A stored weight from float values, which hold no NaN; they are quantized in parts, to need little memory."""
         shape, fmt = tuple(weight.shape), spec.format
         is_packed = fmt.bits <= _PACKED and bool(shape)
         stored = (*shape[:-1], -(-shape[-1] * fmt.bits // 8)) if is_packed else shape
@@ -129,11 +129,14 @@ class StoredWeight(Tensor):
         return made
 
     def codes(self) -> Tensor:
-        """The codes of the whole weight in the storage of the format."""
+        """The codes of the whole weight, without `views`, in the format's storage dtype."""
         return _unpack(self.packed, self.spec.format, self.whole_shape)
 
     def values(self, *, lent: bool = False) -> Tensor:
-        """The float values [shape of this view]; with `lent`, the thread's next call with `lent` overwrites them."""
+        """The float values [shape of this tensor].
+
+        With `lent` they may be in a buffer of the thread, which the next call with `lent` overwrites.
+        """
         shape, dtype, device = self.whole_shape, self.dtype, self.packed.device
         step = self._rows_at_once()
         if not shape or step >= shape[0] or torch.compiler.is_compiling():
@@ -158,15 +161,21 @@ class StoredWeight(Tensor):
         return decoded.unflatten(0, indices.shape) if indices.dim() != 1 else decoded
 
     def with_parts(self, packed: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> StoredWeight:
-        """A weight with other codes, and other scales unless None; raises ConfigError for another shape or dtype."""
+        """A weight with the codes `packed`, and with `scale` and `zero_point` unless they are None.
+
+        Raises ConfigError if a tensor has another shape or dtype than the tensor that it replaces.
+        """
         given = packed, self.scale if scale is None else scale, self.zero_point if zero_point is None else zero_point
         for own, new in zip((self.packed, self.scale, self.zero_point), given, strict=True):
             if own is not None and new is not None and (own.shape, own.dtype) != (new.shape, new.dtype):
-                raise ConfigError(f"{new.dtype} {list(new.shape)} does not fit {own.dtype} {list(own.shape)} of {self}")
+                raise ConfigError(
+                    f"a tensor of {new.dtype} {list(new.shape)} cannot replace one of {own.dtype} {list(own.shape)} in "
+                    f"{self}; give one of the same shape and dtype"
+                )
         return type(self)(packed, QParams(*given[1:]), self.spec, self.whole_shape, self.dtype)
 
     def moved(self, fn: Callable[[Tensor], Tensor]) -> StoredWeight:
-        """The weight after `fn`, which moves or converts tensors: scales stay at least float32, codes keep all bits."""
+        """The weight moved or converted by `fn`; scales stay at least float32, and codes are not converted."""
         like = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         return self._with(fn(self.packed), like.device, like.dtype)
 
@@ -180,7 +189,7 @@ class StoredWeight(Tensor):
         raise ConfigError(_WRITTEN.format("weight.data = ..."))
 
     def become(self, moved: StoredWeight) -> None:
-        """Take over the device, dtype and tensors of `moved` in place: graphs and optimizers may hold this weight."""
+        """Take over the device, dtype and tensors of `moved`; this object stays, since optimizers may hold it."""
         if not torch._has_compatible_shallow_copy_type(self, moved):  # to "meta", which no graph may hold
             torch.utils.swap_tensors(self, nn.Parameter(moved, requires_grad=self.requires_grad))
             return
@@ -202,7 +211,7 @@ class StoredWeight(Tensor):
         return max(1, _CHUNK // max(1, prod(shape[1:])) // block) * block
 
     def _params(self, part: Any = ...) -> QParams:
-        """The scales and zero points of some rows; the first and the last row lie at a border of blocks."""
+        """The scales and zero points of the rows in the slice `part`, which begins and ends at a border of blocks."""
         if part is ... or self.scale.shape[0] == 1:
             return QParams(self.scale, self.zero_point)
         block = self.spec.granularity.block_shape(self.whole_shape)[0] or 1
@@ -286,7 +295,7 @@ class StoredWeight(Tensor):
 
 
 class _Room(threading.local):
-    """A buffer for each thread, into which products decode a weight."""
+    """The buffer of each thread into which `values` with `lent` decodes a weight."""
 
     held: Tensor | None = None
 
@@ -305,7 +314,7 @@ _room = _Room()
 
 
 def with_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Change the state dict of a model in place: weights that are stored as codes replace their packed codes."""
+    """In `state`, the state dict of a model, replace the packed codes of each stored weight by the `StoredWeight`."""
     every = model.named_parameters(remove_duplicate=False)
     if stored := {name + CODES: (name, own) for name, own in every if type(own) is StoredWeight}:
         specs = {name + SPEC for name, _ in stored.values()}
@@ -331,7 +340,7 @@ def _rebuilt(*parts: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _table(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values of all bit patterns of a format, for formats that are not integers."""
+    """The values of all bit patterns of a format that is not an integer format, by pattern."""
     patterns = torch.arange(1 << fmt.bits, device=device)
     count = len(fmt.grid.table.values) if fmt.grid.table is not None else len(patterns)
     return fmt.from_storage(of_integers(patterns[:count].to(torch.uint8), fmt), dtype)
@@ -356,14 +365,14 @@ class StoringLayer(nn.Module):
     """A layer whose parameters may be `StoredWeight`; its state dict holds their packed codes as bytes."""
 
     def products(self) -> Any:
-        """The weights that have a quantizer or may get a quantizer."""
+        """A `Product` for each weight that has a quantizer or may get one."""
         raise NotImplementedError
 
     def _stored(self) -> dict[str, StoredWeight]:
         return {name: own for name, own in self._parameters.items() if isinstance(own, StoredWeight)}
 
     def put(self, name: str, parameter: nn.Parameter) -> None:
-        """Replace a parameter by one of the same shape, as floats or as codes."""
+        """Replace the parameter `name` by `parameter` of the same shape, which holds floats or codes."""
         self._parameters[name] = parameter
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

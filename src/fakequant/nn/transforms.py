@@ -1,4 +1,4 @@
-"""Transforms of a layer's input before its quantizer; the inverse goes into the weight, so the float function stays."""
+"""Transforms of a layer's input before its quantizer, whose inverse in the weight keeps the layer's float function."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fakequant.errors import ConfigError, nearest
 
 
 class InputTransform(nn.Module, ABC):
-    """The transform T in Q(T(x)) Q(W T^-1)^T, a submodule of a quantized layer; each subclass is a kind, with a name.
+    """Base of transforms T in Q(T(x)) Q(W T^-1)^T; an object is a submodule of a quantized layer.
 
-    Options of a kind are whole numbers, so that a checkpoint can store the options and the buffers.
+    Each subclass has a name. Its options are whole numbers, so that a checkpoint can store them beside the buffers.
     """
 
     kind: ClassVar[str]
@@ -28,10 +28,10 @@ class InputTransform(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def of(cls, layer: Any, **options: int) -> InputTransform:
-        """An identity transform for a layer; a checkpoint may set its buffers. Raises ConfigError if it cannot fit."""
+        """A transform for a layer, which changes nothing until its buffers are set; ConfigError if it cannot fit."""
 
     def options(self) -> dict[str, int]:
-        """The options with which `of` makes an equal transform."""
+        """The options that `of` needs to make a transform like this."""
         return {}
 
     @abstractmethod
@@ -40,7 +40,7 @@ class InputTransform(nn.Module, ABC):
 
     @abstractmethod
     def into_weight(self, layer: Any, weight: Tensor) -> Tensor:
-        """The weight that gives, with the transformed input, the output of `weight` with the plain input."""
+        """The weight whose product with the transformed input equals the product of `weight` with the plain input."""
 
     def out_of_weight(self, layer: Any, weight: Tensor) -> Tensor:
         """The inverse of `into_weight`, up to rounding; this default inverts a linear transform of the last axis."""
@@ -82,7 +82,7 @@ class ChannelScale(InputTransform):
         return weight * self._by_groups(layer, weight)
 
     def _by_groups(self, layer: Any, weight: Tensor) -> Tensor:
-        """The factors of a weight [out, in / groups, ...]: each group of outputs reads other input channels."""
+        """The factors in a shape that broadcasts with a weight [out, in / groups, ...], by the inputs of each group."""
         groups = getattr(layer, "groups", 1)
         factors = self.scale.to(weight.dtype).reshape(groups, -1).repeat_interleave(weight.shape[0] // groups, 0)
         return factors.reshape(*weight.shape[:2], *[1] * (weight.dim() - 2))
@@ -176,8 +176,7 @@ class Permutation(InputTransform):
         weight = _first_weight(layer)
         if weight.dim() != 2:
             raise ConfigError(
-                f"a permutation orders the inputs of a linear layer, and this is a {type(layer).__name__}; leave the "
-                "permutation out"
+                f"a permutation needs a linear layer, and this is a {type(layer).__name__}; leave the permutation out"
             )
         return cls(weight.shape[1]).to(weight.device)
 
@@ -245,7 +244,7 @@ def walsh_hadamard(x: Tensor) -> Tensor:
 
 
 def make_transform(kind: str, layer: Any, **options: int) -> InputTransform:
-    """A transform of a layer by its kind's name; raises ConfigError for an unknown kind or option, or a wrong layer."""
+    """A new transform for a layer, by the name `kind`; ConfigError for an unknown name or option, or a wrong layer."""
     cls = InputTransform._kinds.get(kind)
     if cls is None:
         raise ConfigError(f"unknown transform {kind!r}{nearest(kind, [*InputTransform._kinds])}")

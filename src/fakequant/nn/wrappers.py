@@ -1,4 +1,4 @@
-"""Wrappers of torch around a model or its parts, whose names stay out of paths, files and messages."""
+"""Wrappers of torch around models and modules, which are left out of paths, files and messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 def inside(module: nn.Module, *, kept: bool = False) -> nn.Module:
-    """The module inside all wrappers that compute the same as it; with `kept`, also inside FSDP.
+    """The module inside all wrappers that do not change what it computes; with `kept`, also inside FSDP.
 
     >>> layer = nn.Linear(2, 2)
     >>> inside(torch.compile(nn.DataParallel(layer))) is layer
@@ -65,9 +65,10 @@ def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def accepts_wrapped_model(function: Callable[P, Result]) -> Callable[P, Result]:
-    """A decorator: the function gets its model without wrappers; if it returns the model, the caller gets the wrapper.
+    """A decorator of functions of a model: the function gets the model without wrappers.
 
-    The process group of DistributedDataParallel becomes the function's argument `group`.
+    If the function returns the model, the caller gets the wrapper. The process group of a DistributedDataParallel
+    becomes the function's argument `group`.
     """
     groups = "group" in inspect.signature(function).parameters
 
@@ -87,7 +88,7 @@ def accepts_wrapped_model(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 class Role(Enum):
-    """The role of a tensor in its layer; the values are the names of a rule's fields."""
+    """The role of a tensor in its layer; the values are the names of fields of `Rule`."""
 
     INPUT = "input"
     WEIGHT = "weight"
@@ -113,7 +114,7 @@ NO_KERNEL = Kernel({})
 
 
 class Operand(NamedTuple):
-    """A tensor of a layer that has a quantizer: its role and the meaning of its axes."""
+    """Describes a tensor of a layer that has or may get a quantizer: its role and the meaning of its axes."""
 
     role: Role
     reduction: int = -1
@@ -131,7 +132,7 @@ class Operand(NamedTuple):
     """The kernel of a convolution, else NO_KERNEL."""
 
     def axes(self) -> dict[int, int]:
-        """The axis of the tensor for each axis that a rule names by its role, such as -1 for the axis of the sum."""
+        """The tensor's axes by the numbers that a rule uses for them: -1 for the axis of the sum, for example."""
         if self.role is not Role.WEIGHT:
             return {-1: self.reduction}
         named = {0: self.channels, -1: self.reduction}

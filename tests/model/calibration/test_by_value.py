@@ -332,11 +332,11 @@ def test_parts_of_a_model_have_no_value() -> None:
     ("how", "error", "match"),
     [
         ({"by": "time"}, ConfigError, "names no argument of Denoiser.forward, which takes x, timestep"),
-        ({"by": 3}, ConfigError, "takes the name of an argument"),
+        ({"by": 3}, ConfigError, "must be the name of an argument"),
         ({"bins": 1}, ConfigError, "at least 2"),
         ({"boundaries": [500], "bins": 2}, ConfigError, "pass only one of them"),
         ({"boundaries": [500, 500], "bins": None}, ConfigError, "that rise"),
-        ({"boundaries": ["x"], "bins": None}, ConfigError, "are numbers"),
+        ({"boundaries": ["x"], "bins": None}, ConfigError, "must be numbers"),
         ({"by": None}, ConfigError, "by= is missing; pass it, as by="),
         ({"by": "x"}, ConfigError, "one for each row"),
         ({"by": lambda x, timestep: "late"}, ConfigError, "must be a number"),
