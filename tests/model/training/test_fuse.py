@@ -258,11 +258,11 @@ def test_linear_layers_over_sequences_are_refused_when_they_are_called() -> None
     """A BatchNorm1d of [n, length, features] normalises the length, not the features of the layer."""
     model, x = trained(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), torch.randn(2, 4, 4)
     before = model(x)
-    with pytest.raises(ConfigError, match=r"of shape \[2, 4, 4\].*inputs of 2 axes alone"):
+    with pytest.raises(ConfigError, match=r"of shape \[2, 4, 4\], and expected 2 axes"):
         fq.fuse_batch_norm(model, x)
     assert torch.equal(model(x), before)  # nothing was changed
     fq.fuse_batch_norm(model)
-    with pytest.raises(ConfigError, match=r"of shape \[2, 4, 4\].*inputs of 2 axes alone"):
+    with pytest.raises(ConfigError, match=r"of shape \[2, 4, 4\], and expected 2 axes"):
         model(x)
 
 

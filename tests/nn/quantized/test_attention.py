@@ -271,5 +271,5 @@ def test_a_query_whose_keys_are_all_hidden_gets_zeros_as_in_one_operation() -> N
 def test_nested_tensors_are_refused() -> None:
     layer = fq.prepare(attention(batch_first=True), "int8_weight_only")
     nested = torch.nested.nested_tensor([X[0], X[1, :2]])
-    with pytest.raises(ShapeError, match="pad them, and give a mask"):
+    with pytest.raises(ShapeError, match="pad the inputs, and give a mask"):
         layer(nested, nested, nested)
