@@ -110,7 +110,7 @@ def test_float16_at_the_end_of_its_range_stays_finite(name):
 
 
 def test_no_data_is_an_error():
-    with pytest.raises(CalibrationError, match=r"a range with lo > hi \(lo=inf, hi=-inf\): no data was observed"):
+    with pytest.raises(CalibrationError, match=r"no data was observed: the range has lo > hi \(lo=inf, hi=-inf\)"):
         choose_qparams(ranges([float("inf")], [float("-inf")]), fq.QuantSpec("int8"))
 
 

@@ -1,7 +1,7 @@
-"""Calibration: from a stream of tensors to the range to quantize.
+"""Calibration: computes the range to quantize from a stream of tensors.
 
 An `Observer` collects statistics; a `Calibrator` is an observer that also computes a range from them. Each calibrator
-class is registered under the name of its method, such as "mse".
+class is registered under the name of its method, for example "mse".
 """
 
 from fakequant.calibration.calibrator import (

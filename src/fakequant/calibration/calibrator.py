@@ -77,12 +77,12 @@ class Observer(ABC):
         """Update the state with a batch that `observe` has checked; one thread at a time, without gradients."""
 
     def merge(self, other: Observer) -> None:
-        """Update the state with all that another observer has seen, bit for bit as if this observer had seen it.
+        """Update the state with the data of `other`, bit for bit as if this observer had observed these data.
 
         Raises:
-            ConfigError: observers of this class do not merge, or the other has another method, specification or number
+            ConfigError: observers of this class do not merge, or `other` has another method, specification or number
                 of bins.
-            ShapeError: the other observer has other groups.
+            ShapeError: `other` has other groups.
         """
         raise ConfigError(f"{type(self).__name__} does not merge; its result depends on the order of the batches")
 
@@ -93,11 +93,11 @@ class Observer(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """All that was seen, as tensors that can travel between ranks; empty if nothing was seen."""
+        """The state as tensors that can be sent to other ranks; an empty dict if nothing was observed."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load the state of an observer of the same kind.
+        """Load the state that `state_dict` of an observer of the same class and options returned.
 
         Raises:
             CalibrationError: a tensor is missing, unknown or of a wrong shape; nothing is replaced.
@@ -134,7 +134,7 @@ class Histogram(NamedTuple):
         return power_of_two_or_zero(self.exponent)
 
     def line(self) -> tuple[Tensor, Tensor]:
-        """The bins from the lowest to the highest, as plots want them.
+        """The bins of both sides in a row, from the lowest to the highest value, for plots.
 
         Returns:
             edges, float64 [groups, 2 * bins + 1] in units of x, and counts [groups, 2 * bins] between them.
@@ -165,9 +165,9 @@ _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of t
 
 @contextmanager
 def outside_of_transforms(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """A context in which no transform of torch.func runs, with plain tensors that have the values of `tensors`.
+    """A context outside of all transforms of torch.func, which yields the values of `tensors` as plain tensors.
 
-    The values of all members of a `vmap` are one tensor [members, *shape]; other tensors keep their shape.
+    A tensor that `vmap` wraps becomes one tensor [members, *shape] of all members; other tensors keep their shape.
 
     >>> def see(row):
     ...     with outside_of_transforms(row) as (x,):
@@ -238,9 +238,9 @@ class Calibrator(Observer):
         return [*members]
 
     def load_from(self, other: Calibrator) -> None:
-        """Take over the data of another calibrator, of any method, bit for bit as if this calibrator had observed them.
+        """Copy the state of the calibrator `other`, of any method, as if this calibrator had observed its data.
 
-        Raises ConfigError if the other calibrator has another specification or num_bins, or lacks data for this method.
+        Raises ConfigError if `other` has another specification or num_bins, or lacks data that this method needs.
         """
         raise ConfigError(
             f"{type(self).__name__} cannot use what {type(other).__name__} saw; call fakequant.calibrate by this method"
@@ -257,7 +257,7 @@ class Calibrator(Observer):
         """
 
     def histogram(self) -> Histogram | None:
-        """The counts behind the range; None if the method needs none or nothing was observed."""
+        """The histogram from which the range is computed; None if the method needs none, or nothing was observed."""
         return None
 
 
@@ -280,7 +280,7 @@ def registered_in(registry: dict[str, Any], name: str, kind: str) -> Callable[[_
 
 
 def register_calibrator(name: str) -> Callable[[_Class], _Class]:
-    """Make a calibrator class known by a name.
+    """A decorator that registers a calibrator class under a name.
 
     Raises:
         ConfigError: another class already has the name.
@@ -352,9 +352,9 @@ def make_calibrator(method: str, spec: QuantSpec | str, **options: Any) -> Calib
 
 
 def check_mergeable(calibrator: Calibrator, purpose: str) -> None:
-    """Raise ConfigError, which names the methods that merge, unless a calibrator merges.
+    """Raise ConfigError if the data of a calibrator cannot be merged; the message names methods that can merge.
 
-    `purpose` is a sentence: "several processes calibrate together".
+    `purpose` begins the message, for example "several processes calibrate together".
     """
     if not calibrator.mergeable:
         mergeable = ", ".join(name for name in calibrators() if _registry[name].mergeable)
@@ -365,7 +365,7 @@ def check_mergeable(calibrator: Calibrator, purpose: str) -> None:
 
 
 def check_options(cls: type[Any], options: Iterable[str], what: str) -> None:
-    """Raise ConfigError, which offers the nearest option, for an option that a class does not have beside `spec`."""
+    """Raise ConfigError if `cls` lacks one of `options`; the message has the nearest option, and begins with `what`."""
     known = _options(cls)
     for name in options:
         if name not in known:

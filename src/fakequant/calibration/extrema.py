@@ -1,4 +1,4 @@
-"""The lowest and highest value seen: the state of every calibrator that merges, and all that "max" needs."""
+"""Calibrators that keep the lowest and highest value observed, and the methods "max" and "moving_average"."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fakequant.ops.waiting import is_refused
 
 
 class Batch(NamedTuple):
-    """A finite batch, ordered by group."""
+    """A batch of finite values, with its elements ordered by group."""
 
     values: Tensor
     """[groups, elements], in the dtype of the batch; the order of a group's elements has no meaning."""
@@ -53,7 +53,7 @@ def read_batch(x: Tensor, granularity: Granularity) -> Batch | None:
 
 
 class GroupView(NamedTuple):
-    """The order of a tensor's elements by group."""
+    """How to reorder the elements of a tensor by group."""
 
     blocks: tuple[int, ...]
     groups: tuple[int, ...]
@@ -80,7 +80,7 @@ def by_group(x: Tensor, view: GroupView, groups: int) -> Tensor:
 
 
 def match_groups(seen: Range, new: Range) -> Range:
-    """A new range in the shape of the range seen before; raises ShapeError if they have different groups."""
+    """The range `new` in the shape of the range `seen`; raises ShapeError if both have different groups."""
     if seen.lo.numel() == 1 == new.lo.numel():
         # One group whatever the rank: a layer may see [n, features] and [n, tokens, features].
         new = Range(new.lo.reshape(seen.lo.shape), new.hi.reshape(seen.hi.shape))
@@ -188,7 +188,7 @@ def join_ranges(seen: Range | None, new: Range) -> Range:
 
 
 class ExtremaCalibrator(Calibrator):
-    """A calibrator that keeps the exact range seen; a subclass may keep more of a batch."""
+    """A calibrator that keeps the lowest and highest value of each group exactly; subclasses may keep more."""
 
     keeps_range_and_counts: ClassVar[bool] = False
     """Whether the state is the range and `_known_counts` alone. A single kernel then updates the state for most
@@ -214,7 +214,7 @@ class ExtremaCalibrator(Calibrator):
         self._seen = seen
 
     def _updated_in_place(self, x: Tensor) -> bool:
-        """Update the state by one call of a kernel, if the batch needs no wider bins; returns whether it did.
+        """If x needs no wider bins, update the state by one call of a kernel and return True; else return False.
 
         Most batches need no wider bins. With cold caches, each line here takes longer than a thousand values.
         """
@@ -313,7 +313,7 @@ def read_range(state: dict[str, Tensor]) -> Range:
 
 @register_calibrator("max")
 class MaxCalibrator(ExtremaCalibrator):
-    """The whole range seen, as if it had been measured on all batches at once.
+    """The calibrator "max": the range from the lowest to the highest value of all batches.
 
     >>> calibrator = MaxCalibrator("int8 per_channel(1)")
     >>> calibrator.observe(torch.tensor([[1.0, -2.0]]))

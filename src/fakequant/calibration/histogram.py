@@ -43,7 +43,7 @@ def used_bins(counts: Tensor) -> Tensor:
 
 
 def cheapest(cost: Callable[[Tensor], Tensor], first: int | Tensor, last: Tensor, *, bins: int, coarse: int) -> Tensor:
-    """The candidate from `first` to `last` with the smallest cost; the largest one if several are equal.
+    """The candidate from `first` to `last` with the smallest cost; the largest candidate if several costs are equal.
 
     At most `coarse` candidates are all tried. Of more candidates every n-th is tried, counted from the last, and then
     the neighbours of the best at ever finer strides. The strides depend on `bins` alone, so that a group's result does
@@ -77,7 +77,7 @@ def cheapest(cost: Callable[[Tensor], Tensor], first: int | Tensor, last: Tensor
 
 
 def magnitudes(fmt: Format, span: float, *, at_most: int) -> Tensor | None:
-    """The codes of a format from 0 to span, float64; None if they are more than `at_most`.
+    """The codes of a format from 0 to `span`, float64; None if there are more than `at_most` such codes.
 
     >>> magnitudes(FLOAT4_E2M1FN, 6.0, at_most=16)
     tensor([0.0000, 0.5000, 1.0000, 1.5000, 2.0000, 3.0000, 4.0000, 6.0000],
@@ -166,7 +166,7 @@ class HistogramCalibrator(ExtremaCalibrator):
 
     @property
     def ignores_negative(self) -> bool:
-        """Whether negative values become 0 for every range."""
+        """Whether quantization makes negative values 0 for every range, so that they are not counted."""
         return self.spec.symmetric and not self.spec.format.signed
 
     def magnitudes(self, histogram: Histogram) -> Tensor:
@@ -274,7 +274,7 @@ _BYTES = 8
 
 @register_calibrator("mse")
 class MseCalibrator(HistogramCalibrator):
-    """The threshold that gives the smallest mean squared error.
+    """The calibrator "mse": the threshold with the smallest mean squared error.
 
     `fakequant.fake_quantize` quantizes the middle of every bin under the specification itself, for every format and
     arithmetic, and the squared errors are weighted with the counts. The thresholds tried are edges of bins and the
@@ -335,7 +335,7 @@ _LARGEST_DENOMINATOR = 1 << 31
 
 @register_calibrator("percentile")
 class PercentileCalibrator(HistogramCalibrator):
-    """The smallest threshold that at least `percentile` % of the magnitudes do not exceed.
+    """The calibrator "percentile": the smallest threshold that at least `percentile` % of magnitudes do not exceed.
 
     Both ends are clipped at that threshold, so that at both together at most 100 - `percentile` % of the values are
     clipped. The threshold is the upper edge of a bin, and never more than was seen: 100 gives exactly the range of
@@ -383,7 +383,7 @@ _ARRAYS = 8
 
 @register_calibrator("entropy")
 class EntropyCalibrator(HistogramCalibrator):
-    """The threshold that loses the least information, in the sense of the Kullback-Leibler divergence.
+    """The calibrator "entropy": the threshold with the smallest Kullback-Leibler divergence of the histograms.
 
     For a threshold, P is the histogram of the bins below it; the counts of the clipped bins are added to its last bin
     that is not empty. Q is the histogram without the clipped counts: the counts of each cell (all magnitudes that

@@ -30,7 +30,7 @@ _ROUNDS = 2
 
 
 def searches(spec: QuantSpec) -> bool:
-    """Whether `search_params` serves a specification: it has offsets, or is symmetric with a format for scales.
+    """Whether `search_params` supports a specification, which has offsets, or is symmetric with a format for scales.
 
     >>> searches(QuantSpec.parse("int8 per_block(-1:32) scale=float16")), searches(QuantSpec("int8"))
     (True, False)
@@ -40,7 +40,7 @@ def searches(spec: QuantSpec) -> bool:
 
 
 def search_params(x: Tensor, spec: QuantSpec, moments: Tensor | None = None) -> QParams:
-    """Scales and offsets that give a small squared error of a tensor, never a larger one than the range's parameters.
+    """Scales and offsets with a small squared error of x, never larger than with the parameters from the range.
 
     Args:
         x: [rows, ...]; inf and NaN count as 0.
@@ -82,7 +82,7 @@ def rows_are_apart(x: Tensor, spec: QuantSpec) -> bool:
 
 
 def _better(x: Tensor, spec: QuantSpec, moments: Tensor | None) -> QParams:
-    """The parameters of the search or of the range: those with the smaller error in the groups under a shared scale."""
+    """The parameters from the search or from the range, whichever have the smaller error; decided per shared scale."""
     plain = library.choose(x, spec)
     if not x.numel():
         return plain

@@ -1,4 +1,4 @@
-"""Quotients and products of float32 numbers with eager mode's bits, even if a compiler computes them approximately.
+"""Quotients and products of float32 numbers with the bits of eager mode, also under compilers that approximate them.
 
 Inductor writes a quotient as `/` in Triton, which is off by up to 2 units in the last place on a GPU; a division by a
 constant as a product with the reciprocal; and it lets a product be contracted with the sum that follows. So a graph for
@@ -30,7 +30,7 @@ FUSED_DEVICES: frozenset[str] = frozenset({"cpu"} if torch.version.hip else {"cp
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces.
+    """Whether torch.export traces the running code.
 
     Before torch 2.13 Dynamo answers True for `torch.compiler.is_exporting()` within every torch.compile.
     """
@@ -38,7 +38,7 @@ def is_exporting() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a compiler or tracer sees the operations: some drop a conversion that is followed by its inverse."""
+    """Whether a compiler or tracer records the operations; some of them drop a conversion and its inverse."""
     return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
@@ -75,7 +75,7 @@ def reciprocal(x: Tensor) -> Tensor:
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a * b in their dtype, rounded before anything is added to it; without gradients where `is_approximate`."""
+    """a * b, rounded to their dtype before anything is added to the product; no gradients where `is_approximate`."""
     return _of_nodes(multiply_as_node, a, b) if a.dtype == torch.float32 and is_approximate(a) else a * b
 
 

@@ -26,7 +26,7 @@ Shape = Sequence[int]
 
 
 class Granularity(ABC):
-    """Which elements share a scale: blocks of neighbours of a given size along each axis."""
+    """Base of granularities, which say which elements share a scale: blocks with a size along each axis."""
 
     keeps_whole_axes: ClassVar[bool] = False
     """Whether each axis has a single scale or a scale for each element; the shape of scales then shows if they fit."""
@@ -49,10 +49,10 @@ class Granularity(ABC):
         return [self.group_shape(shape)]
 
     def remap_axes(self, axes: Mapping[int, int]) -> Granularity:
-        """The same granularity with other axes; a granularity that names no axis stays as it is.
+        """The same granularity with other axes; a granularity that names no axis is returned unchanged.
 
-        It is for the weights of layers. A rule says 0 for the axis of output channels and -1 for the axis that a
-        product sums over; in transposed convolutions these are the axes 1 and 0.
+        Layers call this for their weights: a rule names the axis of output channels 0 and the axis that a product sums
+        over -1, but in transposed convolutions these are the axes 1 and 0.
 
         Args:
             axes: for an axis that the granularity may name, the axis to name instead; other axes stay.
@@ -83,7 +83,7 @@ class Granularity(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, arguments: str) -> Granularity:
-        """The granularity whose text form has these arguments between its parentheses."""
+        """The granularity from the text between the parentheses of its text form."""
 
 
 def _axis(axis: int, shape: Shape, granularity: object) -> int:
@@ -306,11 +306,11 @@ _TEXT = re.compile(r"(\w+)(?:\((.*)\))?")
 
 
 def register_granularity(name: str, parse: Callable[[str], Granularity]) -> None:
-    """Make a granularity known under the name that its text form begins with.
+    """Register `parse`, which reads granularities, under the name with which their text form begins.
 
-    Your own granularity is a subclass of `Granularity` that says its block size on every axis (`block_shape`), writes
-    its text (`__str__`) and reads it (`parse`, which is registered). If it names axes, it also says how to name others
-    (`remap_axes`), and how it applies to each of several stacked tensors (`for_each`).
+    A new granularity is a subclass of `Granularity`. It returns the block size along every axis (`block_shape`), writes
+    its text form (`__str__`), and reads the arguments of this text (`parse`). If it names axes, it also implements
+    `remap_axes`, and `for_each` for stacked tensors.
 
     Raises:
         SpecError: another granularity already has the name.
@@ -391,7 +391,7 @@ def fit_tiles(shape: Shape, blocks: Shape) -> Tiles | None:
 
 
 def padding(shape: Shape, blocks: Shape) -> list[int]:
-    """The number of elements that each axis needs to end with a full block."""
+    """The number of elements by which each axis must be padded so that its last block is full."""
     return [-n % b if b else 0 for n, b in zip(shape, blocks, strict=True)]
 
 

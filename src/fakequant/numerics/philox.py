@@ -22,7 +22,7 @@ _WORD = 0xFFFFFFFF
 def draw_seed() -> Tensor:
     """A seed, int64 [], from torch's default generator, which `torch.manual_seed` sets.
 
-    It is drawn on the CPU also for tensors elsewhere, so that results do not depend on the device.
+    The seed is drawn on the CPU, also for tensors on other devices, so that results do not depend on the device.
     """
     return torch.randint(torch.iinfo(torch.int64).max, (), dtype=torch.int64, device="cpu")
 

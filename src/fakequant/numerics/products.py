@@ -42,7 +42,7 @@ class QuantizedOperand(NamedTuple):
 
 
 class ConvParams(NamedTuple):
-    """Where a convolution takes its windows, one number per axis."""
+    """The stride, padding and dilation of a convolution, a number per axis, and its groups."""
 
     stride: Sequence[int]
     padding: Sequence[int]
@@ -88,7 +88,7 @@ def matmul(x: QuantizedOperand, other: QuantizedOperand) -> Tensor:
 
 
 def convolution(x: QuantizedOperand, weight: QuantizedOperand, bias: Tensor | None, places: ConvParams) -> Tensor:
-    """x [n, in, ...] convolved with weight [out, in / groups, ...], bias [out]; float32."""
+    """x [n, in, ...] convolved with weight [out, in / groups, ...] as `places` says, plus bias [out]; float32."""
     axes = weight.codes.dim() - 2
     sums = _CONVOLUTIONS[axes](x.centred(), weight.centred(), None, *places)
     one_per_channel = [-1] + [1] * axes
@@ -103,7 +103,7 @@ def scaled(sums: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def fixed_point(sums: Tensor, by: FixedPoint, low: int, high: int) -> Tensor:
-    """The codes of exact sums by a fixed-point rule, clamped to `low` and `high`, float64.
+    """The codes to which the rule `by` rounds exact sums, clamped to `low` and `high`, float64.
 
     >>> half = torch.tensor(0.5, dtype=torch.float64)
     >>> fixed_point(torch.tensor([-9, 5, 6, 90]), FixedPoint(2 * half, half, half), -2, 7)

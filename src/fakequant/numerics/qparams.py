@@ -1,4 +1,4 @@
-"""From a range of real numbers to the parameters of a quantization."""
+"""Computes the scale and zero point of a quantization from a range of real numbers, and checks them."""
 
 from __future__ import annotations
 
@@ -163,12 +163,12 @@ def measure(x: Tensor, granularity: Granularity, *, with_zero: bool = True) -> R
 
 
 def fill_empty_groups(range: Range, spec: QuantSpec) -> Range:
-    """Give groups of zeros the range of the groups with which they have a shared scale.
+    """The range in which groups of zeros have the range of the groups with which they share a scale of scales.
 
-    If all those groups hold zeros, or there is no shared scale, they get the range of the whole tensor, or -1 to 1 if
-    the whole tensor is zero. Zeros stay zeros by every scale, but under the smallest scale, 2**-126, all later values
-    of such a group would be clipped, and the bias divided by this scale would overflow int32 in an engine. The range is
-    not changed if the specification allows a scale of 0 and its format has no 0.0.
+    Without such groups that hold other values, groups of zeros get the range of the whole tensor, or -1 to 1 if the
+    whole tensor is zero. Zeros stay zeros under every scale, but under the smallest scale, 2**-126, later values of
+    such a group would be clipped, and a bias divided by this scale would overflow int32 in an engine. The range is
+    returned unchanged if the specification allows a scale of 0 and its format has no 0.0.
 
     >>> fill_empty_groups(Range(torch.tensor([-3.0, 0.0]), torch.tensor([2.0, 0.0])), QuantSpec("int8"))
     Range(lo=tensor([-3., -3.]), hi=tensor([2., 2.]))
@@ -228,7 +228,7 @@ def choose_qparams(
     lo, hi = range
     if is_readable_without_sync(lo) and bool((lo > hi).any()):
         raise CalibrationError(
-            f"a range with lo > hi (lo={lo.max().item()}, hi={hi.min().item()}): no data was observed; calibrate first"
+            f"no data was observed: the range has lo > hi (lo={lo.max().item()}, hi={hi.min().item()}); calibrate first"
         )
     # Less a unit in the last place: a quotient rounded to nearest may be half of one too large.
     largest = (torch.finfo(lo.dtype).max if largest is None else largest) * (1.0 - torch.finfo(lo.dtype).eps)
@@ -397,7 +397,7 @@ def _plain_number(value: Number) -> Number:
 
 
 def as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter for x as a tensor of a dtype; raises DTypeError or QParamsError unless it is a real number."""
+    """`value`, a parameter for x, as a tensor of `dtype`; raises DTypeError or QParamsError unless it is real."""
     value = _plain_number(value)
     if isinstance(value, Tensor):
         check_tensor(name, value)
@@ -439,7 +439,7 @@ def fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
 def check_values(
     name: str, values: Tensor, bounds: _Bounds, *, whole: bool = False, positive: bool = False, traced: bool
 ) -> None:
-    """Raise if a parameter is not within bounds in every group, where its values are `is_readable_without_sync`.
+    """Raise QParamsError if a value is not within `bounds`; values that cannot be read without waiting are not checked.
 
     Most parameters are one number. Reading it takes a tenth of the time of comparing and reducing it as a tensor. With
     cold caches, the difference is the time in which a million elements are copied.

@@ -223,7 +223,7 @@ _DIVIDED = {PerTensor, PerChannel, PerToken, PerBlock}
 def divided(
     spec: QuantSpec, tensors: Sequence[Tensor], params: Sequence[Tensor], *, with_shared: bool
 ) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-    """Large tensors in parts along their first axis, so that all steps find a part in the cache of a CPU.
+    """Parts of large tensors along their first axis, small enough that all steps read a part from a CPU's cache.
 
     Args:
         spec: how the tensors are quantized.
@@ -259,7 +259,7 @@ def choose(x: Tensor, spec: QuantSpec) -> QParams:
 
 
 def choose_from(x: Tensor, range: Range | None, spec: QuantSpec, is_less: Callable[..., Tensor] = is_less) -> QParams:
-    """`choose`, with the range of x (None: it is measured) and a function that compares sums, such as `is_less`."""
+    """`choose` with a known range of x (None: the range is measured) and another function that compares sums."""
     largest = torch.finfo(x.dtype).max
     if spec.scale.rounding is ScaleRounding.MEAN:
         # The mean magnitude of the finite values of every group [groups per axis].
@@ -374,7 +374,7 @@ def _ends(scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Range:
 
 
 def _end_codes(scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The codes of the lowest and the highest value; a negative scale swaps the two codes."""
+    """The two end codes of a format, first that of the lower value; a negative scale swaps them."""
     lowest, highest = (torch.full_like(scale, code) for code in (spec.format.quant_min, spec.format.quant_max))
     if not spec.scale.is_exact:
         return lowest, highest
@@ -382,7 +382,7 @@ def _end_codes(scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
 
 def passes(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """Where the gradient of the output reaches the input; bool, the shape of x."""
+    """True where the gradient of the output reaches the input; bool [shape of x]."""
     if spec.gradient is Gradient.IDENTITY:
         return torch.ones_like(x, dtype=torch.bool)
     blocks = spec.granularity.block_shape(x.shape)
@@ -400,7 +400,7 @@ def passes(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
 
 
 def grad_input(dy: Tensor, mask: Tensor) -> Tensor:
-    """The gradient of the input: dy where `passes`, exactly zero elsewhere whatever dy is."""
+    """The gradient of the input: dy where `mask` is True, elsewhere exactly zero, also where dy is NaN or inf."""
     return torch.where(mask, dy, 0.0)
 
 
@@ -496,7 +496,7 @@ _SIGN_BITS = {torch.float32: (torch.int32, 31), torch.float64: (torch.int64, 63)
 
 
 class Bins(NamedTuple):
-    """The bins to count in: from 0 outwards, on both sides."""
+    """The bins of a histogram, which begin at 0 and are counted apart for negative and other values."""
 
     inverse: Tensor
     """float64 [groups]: 1 / width, powers of two; 0.0 puts all values of a group in the first bin."""

@@ -366,7 +366,7 @@ class ScaleSpec:
         return stored
 
     def join(self, stored: StoredScales) -> Tensor:
-        """The scales from their stored form, float32 [groups per axis]."""
+        """The scales that `stored` stands for, float32 [groups per axis]."""
         return join_scales(stored, self.format, self.granularity)
 
     def bits(self, groups: Shape) -> int:

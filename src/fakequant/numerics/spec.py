@@ -1,4 +1,4 @@
-"""Specifications: one frozen value that alone says how a tensor is quantized."""
+"""Specifications: a `QuantSpec` is a frozen object that alone decides how a tensor is quantized."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Arithmetic(Enum):
 
 
 class Gradient(Enum):
-    """Where the straight-through estimator lets a gradient pass to the input."""
+    """The rule for where the straight-through estimator passes the gradient to the input."""
 
     CODE_RANGE = "code_range"
     """Where the code before clamping is in range: ATen, ONNX Runtime's mask."""
@@ -64,7 +64,7 @@ class Gradient(Enum):
 
 
 class Rounding(Enum):
-    """Which of its two neighbouring codes a number becomes. Scales are always rounded to nearest."""
+    """The rule that rounds a number to one of its two neighbouring codes. Scales are always rounded to nearest."""
 
     NEAREST_EVEN = "nearest_even"
     """The nearest code; in the middle of two the even code."""
@@ -273,7 +273,7 @@ class QuantSpec:
 
     @staticmethod
     def parse(text: str) -> QuantSpec:
-        """The specification that a text describes: a format, a granularity, then all that differs from the defaults.
+        """The specification that a text describes: a format, a granularity, then options that differ from the defaults.
 
         Raises:
             SpecError: a word is unknown; the message lists the nearest words.

@@ -1,4 +1,4 @@
-"""The operator on each device: several backends, all with the bits of the reference in plain torch.
+"""The quantization operator on each device: several backends, which all return the bits of `numerics/reference.py`.
 
 Another package adds a backend by `register_backend`.
 """

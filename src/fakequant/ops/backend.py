@@ -1,4 +1,4 @@
-"""The interface of a backend: a plan for every kind of call."""
+"""The interface of a backend, which returns a plan (functions that compute) for every kind of call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALUES, RELU, CODES = "values", "relu", "codes"
 
 
 class ParameterKind(NamedTuple):
-    """The properties of a scale or zero point on which a plan depends."""
+    """The properties of a scale or zero point that decide which plan computes a call."""
 
     dtype: torch.dtype
     device: torch.device
@@ -30,7 +30,7 @@ class ParameterKind(NamedTuple):
 
 
 class CallKind(NamedTuple):
-    """The kind of a call: everything on which a plan depends.
+    """The kind of a call of the operator: all properties that decide which plan computes it.
 
     Attributes:
         spec: how x is quantized.
@@ -90,7 +90,7 @@ class ColumnGrid(NamedTuple):
         return self._replace(runs=self.runs[part], zeros=None if self.zeros is None else self.zeros[part])
 
     def each(self, change: Callable[[Tensor], Tensor]) -> ColumnGrid:
-        """The parameters after a function was applied to all tensors [runs, rows]."""
+        """The grid with `change` applied to each of its tensors [runs, rows]."""
         names = ("scale", "zero_point", "offset", "sign", "zero")
         held = {name: own for name in names if (own := getattr(self, name)) is not None}
         return self._replace(**{name: change(own) for name, own in held.items()})
@@ -136,7 +136,7 @@ class KernelPlan(NamedTuple):
 
 
 class Kernels(ABC):
-    """The kernels of a backend for one kind of call; `plan` makes a plan of them.
+    """Base of a backend's kernels for one kind of call; `plan` returns them as a `KernelPlan`.
 
     A backend implements the abstract methods, and overrides others to be faster with the same bits.
     """
@@ -250,7 +250,7 @@ class Kernels(ABC):
 
 
 class Backend(ABC):
-    """Computes calls by its kernels; a mask (one bit per element) is only readable by the backend that packed it."""
+    """Base of backends, which compute calls by kernels; only the backend that packed a gradient mask can read it."""
 
     name: ClassVar[str]
     device_type: str | None = None
@@ -263,15 +263,15 @@ class Backend(ABC):
 
     @abstractmethod
     def unavailable(self) -> str | None:
-        """Why the backend cannot serve any call on this machine; None if it can."""
+        """Why the backend can compute no call on this machine; None if it can compute calls."""
 
     def unfit(self, x: Tensor) -> str | None:
-        """Why the backend can serve no call for tensors of this type and device; None if it can serve some."""
+        """Why the backend computes no calls for tensors of the type and device of x; None if it computes some."""
         return None
 
     @abstractmethod
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
-        """Why the backend cannot serve this call for x of its type, dtype and device; None if it can.
+        """Why the backend cannot compute calls for `spec` and tensors like x; None if it can.
 
         Args:
             codes: whether the call reads or writes codes, not values.

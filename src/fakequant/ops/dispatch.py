@@ -144,7 +144,7 @@ def backends() -> list[Backend]:
 
 
 def register_backend(backend: Backend, *, before: str = "reference") -> None:
-    """Add a backend, which is tried before the backend named `before`, and serves the calls that it supports.
+    """Add a backend, which computes the calls that it supports, and is tried before the backend named `before`.
 
     Args:
         backend: an object of a subclass of `Backend` with a new name.
@@ -172,13 +172,13 @@ _note_devices()
 
 
 def choose(x: Tensor, spec: QuantSpec, *, codes: bool = False) -> Backend:
-    """The first backend that can serve the call; cached by kind of tensor and specification."""
+    """The first backend that can compute calls for `spec` and tensors like x; cached."""
     key = _backends, type(x), x.dtype, x.device, spec, codes
     return _known.get(key) or _first_with(key, spec, x, lambda backend: backend.unsupported(x, spec, codes=codes))
 
 
 def choose_for(x: Tensor) -> Backend:
-    """The first backend that can serve calls for a tensor that have no specification, such as `measure`."""
+    """The first backend that can compute calls without a specification, such as `measure`, for tensors like x."""
     key = _backends, type(x), x.dtype, x.device
     return _known.get(key) or _first_with(key, "any call", x, lambda backend: backend.unfit(x))
 
@@ -193,8 +193,8 @@ def find_plan(
 ) -> KernelPlan | None:
     """The plan for a call in plain eager execution, see `CallKind`; None in four cases.
 
-    It is None if something must see torch's operations (see `library.needs_tracing`), if x holds no floats (or is on
-    the device meta), if a parameter does not fit x, or if no kernel computes the ReLU in the same pass.
+    The four cases: a tracer or transform must see torch's operations (see `library.needs_tracing`); x holds no floats,
+    or is on the device meta; a parameter does not fit x; or no kernel computes the ReLU in the same pass.
     """
     if not is_plain_eager():
         return None
@@ -220,7 +220,7 @@ def plan_of(
     variant: str = VALUES,
     dtype: torch.dtype | None = None,
 ) -> KernelPlan | None:
-    """`find_plan` without the check for compilers and transforms, for operators in graphs; None as there."""
+    """`find_plan` for operators in graphs, without the check for tracers and transforms."""
     of_scale = of_zero_point = None
     if scale is not None:
         of_scale = scale.dtype, scale.device, scale.shape, scale.is_contiguous()
@@ -235,7 +235,7 @@ def plan_of(
 
 
 def plan_by(backend: Backend, kind: CallKind) -> KernelPlan:
-    """The plan of one backend for a kind of call: only the backend that packed a mask can unpack the mask."""
+    """The plan of `backend` for a kind of call; the backward pass needs the backend that packed its mask."""
     key = backend, kind
     plan = _known.get(key) or _remember(key, backend.plan(kind))
     assert plan is not None, "backends have plans for all but ReLUs"
@@ -243,7 +243,7 @@ def plan_by(backend: Backend, kind: CallKind) -> KernelPlan:
 
 
 def have_tangents(*tensors: object) -> bool:
-    """Whether one of the objects is a tensor with a tangent of forward-mode AD."""
+    """Whether any of the objects is a tensor with a tangent of forward-mode AD."""
     return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 

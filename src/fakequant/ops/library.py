@@ -1,4 +1,4 @@
-"""The operator: `fake_quantize` for eager code, compilers, exporters and function transforms.
+"""The operator `fake_quantize` in eager code, under compilers and exporters, and in function transforms.
 
 * Eager: a backend's cached plan for this kind of call (`dispatch.py`), under autograd (`graph_operators.py`). One bit
   per element is saved, and x where a scale is learned.
@@ -72,7 +72,7 @@ def quantize_by(
     range: Range | None = None,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """`fake_quantize` with the parts of its parameters as arguments."""
+    """`fake_quantize` with scale, zero point, range and seed as separate arguments."""
     plan = find_plan(x, spec, scale, zero_point)
     if plan is None:  # by torch's operations or as a node of a graph
         compute_dtype(x.dtype)
@@ -239,7 +239,7 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
 
 
 def at_once(x: Tensor) -> int:
-    """How many elements a search should compute at once, see `Backend.at_once`."""
+    """How many elements of tensors like x a search should compute at once, see `Backend.at_once`."""
     return choose_for(x).at_once
 
 
@@ -283,7 +283,7 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dty
 
 
 def are_learned(params: QParams) -> bool:
-    """Whether scale or zero point require a gradient."""
+    """Whether the scale or the zero point requires a gradient."""
     return params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
 
 
@@ -295,10 +295,9 @@ def observe(values: Tensor, bins: Bins | None = None) -> Observed:
 
 
 def update(values: Tensor, range: Range, bins: Bins | None, counts: Tensor | None) -> bool:
-    """Widen a range in place to contain the values, and add them to the histogram; or do nothing and return False.
+    """Widen `range` in place to contain the values, add the values to `counts`, and return True.
 
-    One call of a kernel serves the many batches that need no wider bins. Nothing is done if a value is not finite or is
-    beyond the last bin, or if no kernel can serve.
+    Change nothing and return False if a value is not finite or is beyond the last bin, or if no kernel can do it.
 
     Args:
         values: [groups, elements] in memory, without gaps.

@@ -303,7 +303,7 @@ def convolution_unavailable(device_type: str) -> str | None:
 
 
 class PackedWeight:
-    """Codes of a weight, int8 [out, in / groups, ...], with cached layouts for each way to convolve.
+    """The codes of a convolution's weight, int8 [out, in / groups, ...], with cached layouts for each kernel.
 
     Args:
         codes: signed codes without a zero point.
@@ -461,7 +461,7 @@ def _has_kernel() -> bool:
 
 
 def _outputs(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """The number of windows along an axis."""
+    """The number of windows along an axis, from its size and the kernel's parameters."""
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 

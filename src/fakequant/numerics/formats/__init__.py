@@ -56,7 +56,7 @@ _registry: dict[str, Format] = {
 
 
 def register_format(fmt: Format) -> Format:
-    """Make a format known by its name.
+    """Register a format, so that texts can name it, and return it.
 
     Raises:
         SpecError: another format already has the name.

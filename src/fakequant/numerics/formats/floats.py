@@ -37,7 +37,10 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Table:
-    """The values of a table format in rising order, and the middles between them, exact in float64; both as text."""
+    """The values of a table format in rising order, and the middles between neighbouring values, exact in float64.
+
+    Both fields are texts of numbers, which `values` and `middles` return as tuples.
+    """
 
     rising: str
     between: str
@@ -56,8 +59,8 @@ class Table:
 class Neighbours(NamedTuple):
     """The two values of a format on both sides of each number, as if the format had no bounds.
 
-    `share` is |v - near| / |far - near| for a number v, from 0 to 1. It is exact if the dtype has that quotient; it is
-    0 or NaN if v is a value of the format or has no neighbours.
+    `share` is |v - near| / |far - near| for a number v, from 0 to 1, and exact if the dtype can hold the quotient. If v
+    is a value of the format or has no neighbours, `share` is 0 or NaN.
     """
 
     near: Tensor
@@ -91,7 +94,7 @@ class Grid:
 
 
 class Format(ABC):
-    """A set of codes and the rounding to it."""
+    """Base of formats: a set of codes, and how numbers are rounded to these codes."""
 
     has_zero_point: ClassVar[bool] = False
     """Whether codes can be shifted, so that 0.0 has a code other than 0."""
@@ -106,7 +109,7 @@ class Format(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name that `parse_format` reads back."""
+        """The name of the format, which `parse_format` reads."""
 
     @property
     @abstractmethod
@@ -432,7 +435,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 
 
 def lowest_of(format: Format) -> int:
-    """The number that is subtracted from codes so that patterns begin at 0: the lowest code of integers, else 0."""
+    """The number that `patterns_of` subtracts from codes: the lowest code of an integer format, 0 for other formats."""
     is_integer = format.grid.table is None and format.grid.mantissa_bits is None
     return int(format.quant_min) if is_integer else 0
 
@@ -445,14 +448,14 @@ def count_of(format: Format) -> int:
 
 
 def patterns_of(codes: Tensor, format: Format) -> Tensor:
-    """Number the codes from 0, int32: floats by bit pattern, a table by index, integers by distance from the lowest."""
+    """A number from 0 on for each code, int32: a float's bit pattern, a table's index, or an integer - lowest code."""
     # A float of 16 bits has its sign in that of the int16 that stores it: only its bits count.
     whole = as_integers(codes.contiguous()).to(torch.int32) - lowest_of(format)
     return whole & (1 << format.bits) - 1 if format.grid.mantissa_bits is not None else whole
 
 
 def as_integers(codes: Tensor) -> Tensor:
-    """Codes as integers in the same memory, because `model.to(dtype)` would convert floats."""
+    """The codes as integers in the same memory; codes in a float dtype would be converted by `model.to(dtype)`."""
     return codes.view(_INTEGERS[codes.element_size()]) if codes.dtype.is_floating_point else codes
 
 
@@ -462,12 +465,12 @@ def of_integers(codes: Tensor, format: Format) -> Tensor:
 
 
 def integers_of(format: Format) -> torch.dtype:
-    """The dtype that `as_integers` gives the codes of a format."""
+    """The integer dtype in which `as_integers` returns the codes of a format."""
     return _INTEGERS[format.storage.itemsize] if format.storage.is_floating_point else format.storage
 
 
 def check_codes(codes: Tensor, shape: tuple[int, ...], format: Format) -> None:
-    """Raise ShapeError for codes of another shape, a QParamsError for another dtype or codes beyond the format."""
+    """Raise ShapeError if codes have another shape than `shape`, QParamsError for a wrong dtype or code."""
     if tuple(codes.shape) != tuple(shape):
         raise ShapeError(f"are of shape {list(codes.shape)}, but the weight of shape {list(shape)}")
     if codes.dtype is not format.storage:

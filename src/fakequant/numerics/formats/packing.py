@@ -1,4 +1,4 @@
-"""Codes as a stream of bits along the last axis, the first code in the lowest bits."""
+"""Packs codes into bytes along the last axis, as a stream of bits with the first code in the lowest bits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def pack(patterns: Tensor, bits: int, plus: int = 0) -> Tensor:
 
 
 def viewed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes of numbers [..., n] as numbers of another dtype, the first byte in the lowest bits.
+    """The memory of `numbers` [..., n] viewed as numbers of another dtype, with the first byte in the lowest bits.
 
     >>> viewed(torch.tensor([[1, 1, 0, 0]], dtype=torch.uint8), torch.int32)
     tensor([[257]], dtype=torch.int32)
