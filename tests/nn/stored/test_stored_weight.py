@@ -85,5 +85,5 @@ def test_writing_is_refused_in_every_place():
     assert_same_bits(dense, weight.values())
     with pytest.raises(ConfigError, match="does not fit StoredWeight"):
         weight.copy_(stored("int8")[0])
-    with pytest.raises(ConfigError, match=r"uint8 \[12, 4\] does not fit torch.uint8 \[12, 8\]"):
+    with pytest.raises(ConfigError, match=r"uint8 \[12, 4\] cannot replace one of torch.uint8 \[12, 8\]"):
         weight.with_parts(weight.packed[:, :4], None, None)
