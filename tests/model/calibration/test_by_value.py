@@ -361,7 +361,7 @@ def test_functions_and_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no calibrated activation has a fixed range"):
         fq.calibrate(weights, batches(), by="timestep")
     quantizer = calibrated().first._weight_quantizer
-    with pytest.raises(ConfigError, match="only fixed ranges of activations"):
+    with pytest.raises(ConfigError, match="which only static quantizers of inputs can have"):
         quantizer.set_ranges(
             [fq.Range(torch.tensor([-1.0]), torch.tensor([1.0]))] * 2, model.first.input_quantizer.by_value
         )
