@@ -326,11 +326,11 @@ def main() -> int:
         measured = json.loads(RESULTS.read_text())
         write_pages([*(Bar(**bar) for bar in measured["bars"]), *record_bars()], measured["machine"])
         return 0
+    if not DEMO.exists():
+        raise SystemExit(f"{DEMO} is missing: run `make demo` first, whose figures are in the README")
     machine()  # before anything is timed: the load is then that of other programs
     results = run(Plan("promised", processes=PROCESSES))
     bars = demo_bars() + study_bars()
-    if not DEMO.exists():
-        print(f"{DEMO} is missing: run `make demo` for its rows")
     if not STUDY.exists():
         print(f"{STUDY} is missing: run `python examples/transformer.py` for its row")
     bars += exactness_bars()

@@ -115,7 +115,7 @@ OTHERS: dict[str, tuple[list[str], str]] = {
     "compare by no steps": (["compare", "RECIPE", "--improve", "bst"], r"unknown steps 'bst'; did you mean best"),
     "compare into a folder": (["compare", "RECIPE", "--out", "FOLDER"], r"cannot write .*folder: it is a folder"),
     "compare into a file's folder": (["compare", "RECIPE", "--out", "RECIPE/rows"], r"cannot write to .*recipe\.py"),
-    "compare into no comparison": (["compare", "RECIPE", "--out", "RECIPE"], r"recipe\.py is not a comparison of this"),
+    "compare into no comparison": (["compare", "RECIPE", "--out", "RECIPE"], r"recipe\.py is no comparison, or was"),
     "plot of no kind": (["compare", "RECIPE", "--plot", "ABSENT.foo"], r"does not write \.foo: .*ends in .*\.png"),
     "plot of no ending": (["compare", "RECIPE", "--plot", "ABSENT"], r"does not write a file without an ending"),
     "plot into a file": (["compare", "RECIPE", "--plot", "RECIPE/z.png"], r"cannot write to .*recipe\.py"),

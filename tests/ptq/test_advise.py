@@ -291,7 +291,7 @@ def test_a_folder_of_another_metric_with_the_same_float_value_is_refused(name: s
     first, other = METRICS[name]
     for _ in range(2):
         fq.advise(net(), rows(), metric=lambda model, own=first: min(1.0, own(model)), **how)
-    with pytest.raises(ConfigError, match="not a comparison of this model and these batches with this metric"):
+    with pytest.raises(ConfigError, match="is no comparison, or was made with another model"):
         fq.advise(net(), rows(), metric=lambda model, own=other: min(1.0, own(model)), **how)
 
 

@@ -210,7 +210,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     model = prepared()
-    said = "00002.layer is damaged; remove it, and its layer is chosen again"
+    said = "00002.layer is damaged; remove it, and the weights of its layer are chosen anew"
     with unchanged(model), pytest.raises(CheckpointError, match=said):
         improved(model, tmp_path)
     path.unlink()

@@ -294,10 +294,10 @@ class ExtremaCalibrator(Calibrator):
         return None
 
     def _count(self, batch: Batch) -> None:
-        """Update the state beyond the range with a batch; the default has no state beyond the range."""
+        """Update with a batch what a subclass keeps besides the range; the default keeps nothing."""
 
     def _absorb(self, other: Any) -> None:
-        """Merge the state beyond the range from a calibrator of the same class; the default has no such state."""
+        """Merge what `other`, of the same class, keeps besides the range; the default keeps nothing."""
 
 
 def read_range(state: dict[str, Tensor]) -> Range:

@@ -169,7 +169,7 @@ class FolderTask:
 
     @property
     def said(self) -> str:
-        """A sentence that names the measure and its data, or says why there is none; "" for a recipe's function."""
+        """A sentence that names the measure and its data, or says why nothing is measured; "" if a recipe measures."""
         return f"Measured: {self.label} on {self.on}." if self.on else self.why_not
 
 

@@ -268,7 +268,7 @@ class _Call(NamedTuple):
 
     @property
     def is_one_operation(self) -> bool:
-        """Whether one call of the operator gives torch's bits; in float64 torch computes reciprocals in float32."""
+        """Whether a call of this package's operator gives torch's bits; float64 has reciprocals of float32 there."""
         return self.added is None and self.x.dtype != torch.float64
 
 

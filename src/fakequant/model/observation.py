@@ -187,7 +187,7 @@ class Unseen:
         return "; ".join(reasons)
 
     def _rules(self, layers: list[str]) -> str:
-        """Code of rules that leave `layers` in float; all layers of a module, if at least three, share one rule."""
+        """Python code of rules that leave `layers` in float; three or more that are all of a module share a rule."""
         total, under = _counts(map(layer_of, quantizers(self.model))), _counts(layers)
         whole = {path for path, count in under.items() if count >= 3 and count == total[path]}
         parts = {name: (path for path in _around(name) if path in whole) for name in layers}

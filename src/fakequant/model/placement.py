@@ -394,7 +394,7 @@ class _Planner:
             self.held[call] = {name: quantizer for name, quantizer in held.items() if quantizer is not None}
 
     def _is_unfit(self, values: Iterable[int]) -> bool:
-        """Whether one of the values fits no range, because it contains inf, NaN or the numbers of a mask."""
+        """Whether one of these tensors fits no range, because it contains inf, NaN or large numbers of a mask."""
         return not self.unfit.isdisjoint(values)
 
     def _is_of_product(self, value: int, through: Iterable[str]) -> bool:

@@ -221,7 +221,7 @@ def _fitted(params: QParams, x: Tensor, spec: QuantSpec) -> QParams:
         if not single and tuple(shape_of(given)) not in spec.granularity.scale_shapes(shape):
             raise ShapeError(
                 f"a parameter of shape {list(given.shape)} does not fit {spec.granularity} on a tensor of shape "
-                f"{list(x.shape)}, which has groups of shape {list(groups)}; give one value for each group"
+                f"{list(x.shape)}; give one value for each group, of shape {list(groups)}"
             )
     if shape_of(scale) != groups:
         scale = scale.reshape(groups)

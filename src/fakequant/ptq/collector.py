@@ -156,7 +156,7 @@ class ChosenLayersFolder:
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}; pass another folder") from error
         if not _is_whole(data):
-            raise CheckpointError(f"{path} is damaged; remove it, and its layer is chosen again")
+            raise CheckpointError(f"{path} is damaged; remove it, and the weights of its layer are chosen anew")
         try:
             found = torch.load(io.BytesIO(data[_DIGEST:]), map_location="cpu", weights_only=True)
             held = {**found["run"]}

@@ -284,8 +284,8 @@ class _LayerLoop:
 def _with_drift(recorded: CallOrder, processes: Ranks) -> tuple[list[str], list[str]]:
     """The layers that can use the step "drift", and notes on why the others cannot.
 
-    When a layer is chosen, all its calls but the last have run with weights rounded to nearest. So their drift would be
-    measured with other weights than the final ones.
+    The weights of a layer are chosen at its last call. Its earlier calls in a batch then ran with weights rounded to
+    nearest, so that the drift after them would be measured with other weights than the final ones.
     """
     if not all(processes.all(recorded.outputs_repeat)):
         return [], [f'"drift" was left out: {NOT_REPEATED}']

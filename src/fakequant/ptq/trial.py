@@ -132,8 +132,8 @@ def kept_rows(file: Path, fingerprint: str, *, negated: bool = False) -> dict[Va
             return {}
     if lines[0].strip() != header:
         raise ConfigError(
-            f"{file} is not a comparison of this model and these batches with this metric=, inputs= and forward=; give "
-            "another path, or remove the file"
+            f"{file} is no comparison, or was made with another model, other batches, metric=, inputs= or forward=; "
+            "pass another path, or remove the file"
         )
     if not lines[-1].endswith("\n"):
         lines.pop()
