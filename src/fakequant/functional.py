@@ -44,9 +44,10 @@ def fake_quantize(
     Args:
         x: a tensor of any shape that the granularity accepts, in float32, float64, float16 or bfloat16.
         spec: how to quantize, as a value or as text ("int8 per_channel(0)").
-        scale: a value for each group, in units of x per code (codes per unit of x under `Arithmetic.MULTIPLIER`). For
-            one scale per tensor: a number (of Python or NumPy) or 0-d tensor; for a scale per channel: [C]; else the
-            shape of x with every axis divided by its block. A scale that requires grad gets its gradient (LSQ).
+        scale: a value for each group, in units of x per code (codes per unit of x under `Arithmetic.MULTIPLIER`): a
+            number (of Python or NumPy) or 0-d tensor if there is one scale per tensor, [C] if there is one per channel,
+            or always the shape of x with every axis divided by its block. A scale that requires grad gets its gradient
+            (LSQ).
         zero_point: the code of 0.0, in the shape of the scale; only if `spec.symmetric` is false.
         amax: instead of `scale`, the magnitude that is mapped to the format's largest code. If `amax` requires grad, it
             gets a gradient by the chain rule, through the scale.

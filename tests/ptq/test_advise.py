@@ -359,7 +359,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "another shape": (lambda: fq.advise(net(), [torch.ones(2, 3)] * 2), "of shape .*2, 3.* failed in layer 0"),
     "forward and a target": (
         lambda: fq.advise(net(), rows(), forward=lambda model, x: model(x), target="openvino"),
-        "the target openvino places quantizers by a run with an example",
+        "the target openvino places quantizers by a run that calls the model itself",
     ),
 }
 

@@ -238,7 +238,7 @@ class Calibrator(Observer):
         return [*members]
 
     def load_from(self, other: Calibrator) -> None:
-        """Copy the state of the calibrator `other`, of any method, as if this calibrator had observed its data.
+        """Copy the state of `other`, of any method: then this calibrator has the bits as if it had seen the data.
 
         Raises ConfigError if `other` has another specification or num_bins, or lacks data that this method needs.
         """

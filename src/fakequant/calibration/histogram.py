@@ -115,7 +115,7 @@ class HistogramCalibrator(ExtremaCalibrator):
 
     Both ends are clipped at one magnitude t: the range is max(lo, -t) to min(hi, t). So lo stays exactly 0 for values
     that are never negative, and an end closer to 0 than t stays. Under a symmetric specification with an unsigned
-    format negative values become 0 whatever the range is; they are not counted, and lo is 0.
+    format negative values become 0 whatever the range is; the search ignores them, and lo is 0.
 
     Args:
         spec: how the tensor will be quantized.
@@ -166,7 +166,7 @@ class HistogramCalibrator(ExtremaCalibrator):
 
     @property
     def ignores_negative(self) -> bool:
-        """Whether quantization makes negative values 0 for every range, so that they are not counted."""
+        """Whether quantization makes negative values 0 for every range, so that the search ignores them."""
         return self.spec.symmetric and not self.spec.format.signed
 
     def magnitudes(self, histogram: Histogram) -> Tensor:

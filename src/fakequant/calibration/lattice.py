@@ -82,7 +82,7 @@ def rows_are_apart(x: Tensor, spec: QuantSpec) -> bool:
 
 
 def _better(x: Tensor, spec: QuantSpec, moments: Tensor | None) -> QParams:
-    """The parameters from the search or from the range, whichever have the smaller error; decided per shared scale."""
+    """The parameters from the search or from the range with the smaller error, for each shared scale or group."""
     plain = library.choose(x, spec)
     if not x.numel():
         return plain

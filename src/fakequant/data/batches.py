@@ -487,7 +487,7 @@ class KeptBatches(Batches):
         return [*first.values()]
 
     def followed_by(self, batches: Iterable[Any]) -> KeptBatches:
-        """These batches, and then those in `batches`; raises ConfigError if `batches` is not a list of batches."""
+        """These batches, and then those in `batches`; raises ConfigError if these are no iterable of batches."""
         refuse_tensor(batches, self._caller)
         others = dict(enumerate(batches, len(self)))
         self._numbers |= {id(batch): number + 1 for number, batch in others.items()}
@@ -735,7 +735,7 @@ def say(text: str) -> None:
 
 
 def tell(text: str, shown: bool | None = None) -> None:
-    """Pass a line to `say` if `track` would show a bar here, or if there is a function of `counting`."""
+    """Pass a line to `say` if `shown`; by default on a terminal, in a notebook and inside of `counting`."""
     if shown or (shown is None and (_COUNTS.get() or sys.stderr.isatty() or "ipykernel" in sys.modules)):
         say(text)
 

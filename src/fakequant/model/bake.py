@@ -34,8 +34,8 @@ def store_codes(model: Model, pattern: str = "*") -> Model:
     """Replace quantized weights by packed codes and scales, in place, for training with frozen weights.
 
     Outputs and gradients stay the same to the bit. A layer unpacks its weight for its product, and again in the
-    backward pass, so that the model takes only the memory of codes and scales. The weights are frozen: a write to a
-    weight is refused. Scales are fixed; a weight without fixed scales gets those that its next call would compute.
+    backward pass, so that a stored weight takes the memory of its codes and scales. The weights are frozen: a write to
+    a weight is refused. Scales are fixed; a weight without fixed scales gets those that its next call would compute.
 
     Args:
         model: a prepared model; a warning names the quantized weights that stay in float, with the reasons.
@@ -144,7 +144,7 @@ def bake_weights(model: Model) -> Model:
     other quantizers may change in their last bits, because torch's kernel computes them from then on. A weight that
     several layers share, like that of the embedding and the head of a language model, is replaced once for all of them.
     A parameter that a model's own `forward` passes to functions is replaced if a single call reads the parameter;
-    otherwise the parameter keeps its quantizers. After an interrupt (Ctrl-C) the remaining weights are still replaced.
+    otherwise the parameter keeps its quantizers. An interrupt (Ctrl-C) is raised after the last weight was replaced.
 
     Raises:
         ConfigError: the model has no quantizers; a weight's quantizer is off; two layers, which are named, share a

@@ -290,7 +290,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     group: Any = None,
     **options: Any,
 ) -> dict[str, Calibrator]:
-    """Find the ranges of all static quantizers: those of inputs from batches, those of weights from the weights.
+    """Find the ranges of all static quantizers: those of inputs from batches, those of weights as calls use them.
 
     The model runs in float and in eval mode; nothing is changed if anything fails. With a pattern, layers that do not
     match run quantized if they have ranges, and in integers if `set_execution` says so. Later layers are calibrated on

@@ -79,9 +79,9 @@ def prepare(
         model: any module; it is changed and returned.
         config: a preset such as `presets.INT8`, its name, or your own rules. If the engine does not need fixed ranges,
             "int8_per_token" loses less than "int8" in transformers, see docs/methods.md.
-        example: an input, a tuple or a dict of inputs. With an example the model runs, and if the configuration
-            quantizes inputs, the warning also names the products that stay in float, with their share of all
-            multiply-accumulates.
+        example: an input, a tuple or a dict of inputs. With an example the model runs where this is needed, and if
+            the configuration quantizes inputs, the warning also names the products that stay in float, with their share
+            of all multiply-accumulates.
         inputs: which part of the example the model gets, as for `calibrate`.
         target: the engine that will run the model, by its name in `fakequant.known_engines()`, or a `fakequant.Engine`.
             If the engine computes something else than the configuration, so does the prepared model, with a warning.

@@ -139,7 +139,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training(model: nn.Module) -> Iterator[None]:
-    """A context in which all modules except batch normalisations are in training mode; their modes are restored.
+    """A context in which modules are in training mode, except batch and instance normalisations; modes are restored.
 
     In training mode batch normalisations would raise an error for a single sample, which may have no variance.
     """
@@ -553,7 +553,7 @@ def tie_scales(model: nn.Module, names: Container[str]) -> None:
 def share_learned(model: nn.Module, *_: object) -> None:
     """Let the quantizers of a shared weight learn a single range if their ranges, and so the codes, are equal.
 
-    This is also a hook after `load_state_dict`, which gives each quantizer a learned range that no other shares.
+    This is also a hook after `load_state_dict`, which may make a learned range for each quantizer in the state.
     """
     for weights in tied_weights(model):
         first = next(iter(weights.values())).quantizer

@@ -238,7 +238,7 @@ class Computed:
         is_whole: whether all codes in `parts` are integers, and none is NaN.
         made: the codes of the result, by the parameters of the quantizer that stores them.
         moves: the functions, in order, that reshaped the result or took the maximum of neighbours; they are applied
-            to the codes.
+            to the codes, which rise with their values.
     """
 
     function: str

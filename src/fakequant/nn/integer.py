@@ -158,7 +158,7 @@ class IntegerProduct(ABC):
         return y if y.dtype == dtype else y.to(dtype)
 
     def ready(self, layer: Any) -> Ready:
-        """The cache of a layer; a new one if the layer's execution, quantizers or weight changed."""
+        """The cache of a layer; a new one if the execution, the state of quantizers or `depends_on` changed."""
         quantizers = [layer._modules.get(name) for name in self.quantizers]
         state = (
             layer.execution,

@@ -418,7 +418,7 @@ class Quantizer(QuantizerPart):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether calls fail before calibration: the quantizer is of an input, not dynamic, and has no range yet."""
+        """Whether the quantizer needs data: it is of an input, not dynamic, and has no range yet."""
         return self.kind is Kind.INPUT and not self.dynamic and not self.calibrated
 
     @property
@@ -428,7 +428,7 @@ class Quantizer(QuantizerPart):
 
     @property
     def quantizes(self) -> bool:
-        """Whether calls return quantized tensors."""
+        """Whether calls return quantized tensors; recorded runs know quantizers by this attribute."""
         return self.mode is Mode.QUANTIZE
 
     def _title(self) -> str:

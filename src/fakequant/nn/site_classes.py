@@ -36,12 +36,12 @@ MakeMode = Callable[[Sites, nn.Module], SiteMode]
 
 
 def run_traced(run: Callable[[MakeMode], Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Run the `forward` of an owner in a trace, up to three times until its calls fit the plan.
+    """Run the `forward` of an owner in a trace, up to four times until its calls fit the plan.
 
-    `run` calls `forward` under the mode that the argument of `run` makes. The second try does not count calls that read
-    only parameters. In the third try, if the counted calls contain the planned calls in exactly one way, all other
-    calls stay in float, such as a mask that is added only in a trace. Results of earlier tries are not used. If no try
-    fits, or a try wrote to a tensor that existed before, the SiteError of the first try is raised.
+    `run` calls `forward` under the mode that the argument of `run` makes. The second run does not count calls that read
+    only parameters. The third run lists the calls. If these contain the planned calls in exactly one way, the fourth
+    run leaves all other calls in float, such as a mask that is added only in a trace. Earlier results are not used. If
+    no run fits, or a run wrote to a tensor that existed before, the SiteError of the first run is raised.
     """
     before = [*_tensors((args, kwargs)), *module.buffers()]
     versions = [x._version for x in before]

@@ -28,7 +28,7 @@ class InputTransform(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def of(cls, layer: Any, **options: int) -> InputTransform:
-        """A transform for a layer, which changes nothing until its buffers are set; ConfigError if it cannot fit."""
+        """A transform for a layer, whose buffers a checkpoint may set; ConfigError if the transform cannot fit."""
 
     def options(self) -> dict[str, int]:
         """The options that `of` needs to make a transform like this."""

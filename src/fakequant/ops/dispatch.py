@@ -193,8 +193,8 @@ def find_plan(
 ) -> KernelPlan | None:
     """The plan for a call in plain eager execution, see `CallKind`; None in four cases.
 
-    The four cases: a tracer or transform must see torch's operations (see `library.needs_tracing`); x holds no floats,
-    or is on the device meta; a parameter does not fit x; or no kernel computes the ReLU in the same pass.
+    The four cases: a tracer, transform or tensor class must see torch's operations (`library.needs_tracing`); x holds
+    no floats, or is on the device meta; a parameter does not fit x; or no kernel computes the ReLU in the same pass.
     """
     if not is_plain_eager():
         return None

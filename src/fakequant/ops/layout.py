@@ -16,8 +16,8 @@ from fakequant.numerics.granularity import Granularity, Tiles, fit_tiles, pad_bl
 class Layout:
     """How tensors of one shape and stride are passed to a kernel.
 
-    `blocks` are the granularity's block sizes. `split` is the shape of the view in which each axis becomes two, the
-    number of its blocks and their size, and `order` lists its axes from slowest to fastest in the kernel. If `dense`,
+    `blocks` are the granularity's block sizes. `split` is the shape of a view in which each axis is two, the number
+    of its blocks and their size, and `order` lists the view's axes from slowest to fastest in the kernel. If `dense`,
     no axis is split, and a tensor in that memory order is not copied: channels-last tensors stay channels-last.
     `packed_stride` are the strides of a tensor in that order, None if not `dense`. `result_stride` are the strides of
     every result, without gaps and for every granularity the same.

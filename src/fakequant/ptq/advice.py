@@ -46,7 +46,7 @@ from fakequant.text import html_result, table
 
 @dataclass(frozen=True)
 class Code:
-    """The settings with which `advise` makes models; `held` has the numbers of the batches that judge."""
+    """The settings with which `advise` makes models; `held` has the numbers of batches held back, or is empty."""
 
     preparation: Preparation
     held: Sequence[int]
@@ -161,7 +161,7 @@ class SearchOrder:
         self.met = len(self.sizes)
 
     def ways(self) -> Iterator[tuple[Variant, str]]:
-        """Each variant to try, and a text on the trials after this one.
+        """Each variant to try, and a text on the trials that may follow at most.
 
         The caller adds the result of each variant to `rows` before the next variant is taken. All presets come first,
         from the smallest size up to the first that meets the floor. Then costlier variants of the smaller sizes follow,
@@ -233,7 +233,7 @@ class SearchOrder:
         return [best.way._replace(steps="best")]
 
     def _leading(self, presets: Sequence[str]) -> list[Compared]:
-        """The best result of each preset, and of these the two best; results with equal figures count as one."""
+        """Of the best results of each preset the two best; results with equal figures count as one."""
         best = [row for preset in presets if (row := self.best_of([preset])) is not None]
         unlike = {(row.error, row.bytes, row.metric): row for row in best[::-1]}
         return sorted(unlike.values(), key=lambda row: (-self.score(row), row.error))[:_TWO]
@@ -271,7 +271,7 @@ class Advice:
         call: the code that makes the same model from the user's `model` and `batches`.
         target: the engine, "" without a target.
         speed: a sentence on the speed of the answer in the target, which is not measured.
-        judged: a text on the batches that were held back to judge.
+        judged: a text on the batches that judged.
         quantizers: the paths of the quantizers of the answer.
         folds: whether batch normalisations were folded first.
         float_bytes: the bytes of the model in float.
@@ -433,7 +433,8 @@ def advise(  # noqa: PLR0913  all but the first two by name
         presets: names of presets to try, in place of the target's.
         inputs, forward, mask: as for `calibrate`.
         work: a folder for the measurements; the same call with this folder resumes the search, with the same answer.
-        progress: whether to name each trial before it runs; by default on a terminal and in a notebook.
+        progress: whether to name each trial before it runs, and how many may follow; by default on a terminal and in a
+            notebook.
 
     Raises:
         ConfigError: an unknown target or preset, a prepared model, a floor or a metric of the float model that is not a

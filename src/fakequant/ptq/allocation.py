@@ -638,7 +638,7 @@ def verify(
 
 
 def _measured(trials: Trials, mix: Allocation) -> Allocation:
-    """The allocation with `measured`: the error of the output on the batches that are held back to judge."""
+    """The allocation with `measured`: the error of the output on the batches that judge, see `HeldOut`."""
     return replace(mix, measured=trials.outputs.of(_quantized(trials, mix)).mean)
 
 

@@ -305,7 +305,7 @@ class Collector:
         self._ahead = ChoicesForSiblings({}, None, {})
 
     def choose(self, stage: Stage, wanted: Stage | None, steps_of: StepsOf) -> tuple[InputChoice, Choice | None]:
-        """Choose the input's transform and range, and the weight, of a stage's layer: None if all inputs are empty."""
+        """Choose the input's transform and range and the weight of a stage's layer; no weight if inputs are empty."""
         group, steps = self._processes.group, steps_of(stage.name)
         if group is None:
             own = self.choose_input(stage, steps)

@@ -223,7 +223,7 @@ def improved(  # noqa: PLR0913  all but the first five by name
 def judge_of(
     model: nn.Module, held_out: HeldOut, recorded: CallOrder, processes: Ranks, metric: Metric | None = None
 ) -> OutputJudge:
-    """A judge with the held-back batches. If a process has none, all batches judge, and their error undoes nothing."""
+    """A judge with the held-back batches. If a process has none, the first batches judge, and undo nothing."""
     is_apart = all(processes.all(bool(held_out.held)))
     why_not = None if recorded.outputs_repeat else NOT_REPEATED
     batches = held_out.held if is_apart else held_out.measuring

@@ -59,7 +59,7 @@ def kinds_of(target: str | None) -> Sequence[Sequence[str]]:
 
 
 def rivals(names: Iterable[str]) -> set[str]:
-    """The presets `names`, and all presets in a group with one of them: a group of an engine, `_ANY` or `_BLOCKS`.
+    """All presets in a group with one of `names`: a group of an engine, `_ANY` or `_BLOCKS`; other names are left out.
 
     >>> sorted(rivals(["W8A8_DYNAMIC"]))
     ['FP8_DYNAMIC', 'W8A8_DYNAMIC']
@@ -150,7 +150,7 @@ def _scale(calibrator: Calibrator) -> Tensor:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The preset that made all quantized layers of a model; `skip` lists the layers that it left in float."""
+    """The preset that made all quantized layers of a model; `skip` lists layers in float that it would quantize."""
 
     preset: Config
     skip: tuple[str, ...] = ()

@@ -80,7 +80,7 @@ def follow(model: nn.Module, recording: Recording) -> Streams:
 
 
 class _Value(NamedTuple):
-    """The residual stream that a tensor belongs to, the normalisation that made the tensor, and its attention heads."""
+    """The residual stream that a tensor belongs to, the normalisation that it comes from, and its attention heads."""
 
     group: Residual
     norm: nn.Module | None = None

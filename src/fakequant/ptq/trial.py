@@ -172,8 +172,8 @@ class Preparation(NamedTuple):
         placed, example, folds = places(target), None, False
         if forward is not None and placed:
             raise ConfigError(
-                f"the target {target} places quantizers by a run with an example, which forward= cannot call; pass "
-                "inputs= in place of forward="
+                f"the target {target} places quantizers by a run that calls the model itself, without forward=; "
+                "pass inputs= in place of forward="
             )
         if forward is None:
             example = next(iter(batches))

@@ -73,7 +73,7 @@ class FunctionCall:
         number: the index of this call in the run.
         owner: the path of the module whose `forward` calls the function; None if a hook calls it.
         visit: the number of the owner's call, from 0, in which this call is made.
-        function: the canonical name, or the name of torch for functions that cannot be quantized.
+        function: the canonical name, or torch's name if it cannot be quantized; with an end such as `OF_A_CACHE`.
         index: how many calls of the function came before in the same visit.
         inputs: the numbers of the values of all tensor arguments.
         outputs: the numbers of the values of all tensors in the result, and of all tensors that the call writes to.

@@ -280,7 +280,7 @@ FOLDABLE = (nn.Linear, *CONVOLUTIONS, *_TRANSPOSED)
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch normalisation of torch, or of a subclass."""
+    """Whether a module is of a batch normalisation class of torch, or of a subclass."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 

@@ -1,8 +1,8 @@
 """Quantized classes for layers of other libraries, registered by the layers' names without importing the libraries.
 
-The layers are convolutions of timm, linear layers, embeddings and experts of transformers, and linear layers of PyTorch
-Geometric. The weights of experts are stacked in a parameter, and both products of each expert are quantized. Classes of
-experts are recognized by the decorator of their `forward`, `use_experts_implementation`.
+The layers are convolutions and linear layers of timm, linear layers, embeddings and experts of transformers, and linear
+layers of PyTorch Geometric. The weights of experts are stacked in a parameter, and both products of each expert are
+quantized. Classes of experts are recognized by the decorator of their `forward`, `use_experts_implementation`.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ _made: dict[type[nn.Module], type[QuantizedLayer]] = {}
 def quantized_class(layer: nn.Module) -> type[QuantizedLayer] | None:
     """The quantized class for a float layer; None if there is none.
 
-    For a class that `quantizes` registered, the quantized class is the registered one. For a subclass that overrides
-    no computation, a quantized class is generated, which derives from the subclass and from the registered one.
+    For a class that `quantizes` registered itself, not by its name, the quantized class is the registered one. Else, as
+    for a subclass that overrides no computation, a class is generated that derives from both.
     """
     form = within_wrappers(type(layer), _form)
     return form if form is not None and form.takes(layer) else None
@@ -227,7 +227,7 @@ def has_matrix(layer: nn.Module) -> bool:
 
 
 def product_class(layer: nn.Module) -> type[Product]:
-    """The `product_class` of a layer's quantized class; `Product` without a quantized class.
+    """The `product_class` of the quantized class of a layer or of its first registered base; else `Product`.
 
     >>> product_class(nn.Linear(2, 2)), product_class(nn.Embedding(2, 2))
     (<class 'fakequant.nn.products.MatrixProduct'>, <class 'fakequant.nn.products.Product'>)

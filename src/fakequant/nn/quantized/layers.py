@@ -116,7 +116,7 @@ class QuantizedLayer(StoringLayer, backward.Trained):
 
     @property
     def input_transform(self) -> InputTransform | None:
-        """The transform of the first input before its quantizer; None without a transform."""
+        """The transform of the first input, whose inverse is in the weight; None without a transform."""
         return cast("InputTransform | None", self._modules.get("_input_transform"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -446,7 +446,7 @@ class Recurrent(Watched, QuantizedLayer):
 
     Functions that `watch` registers get, for each weight, the attribute of the weight's quantizer, and a function that
     returns the rows that the weight multiplies: [n, columns] in a cell; [n, steps, columns] in a layer, or
-    [1, rows, columns] for a packed sequence.
+    [1, rows, columns] for a packed sequence of several lengths.
     """
 
     product_class = GateProduct

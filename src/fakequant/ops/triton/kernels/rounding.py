@@ -1,4 +1,4 @@
-"""Rounding with ties to even: to the values of a format, without its largest value, and to the dtype of a result.
+"""Rounding with ties to even: to the values of a format, without clamping to its ends, and to the dtype of a result.
 
 All operations give the same bits in the interpreter and on GPUs: IEEE + * /, and operations on integers.
 """
