@@ -331,18 +331,6 @@ def by_transformers(path: Path, dtype: torch.dtype, **options: Any) -> nn.Module
     return architecture.from_pretrained(path, dtype=dtype, **options).eval()
 
 
-def _conversions(model: Any) -> list[Any]:
-    """The conversions of a file's tensors to those of a model, which transformers reverts as it saves the model."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
-
-    found = getattr(model, "_weight_conversions", None)
-    if found is not None:
-        return found
-    held = get_model_conversion_mapping(model, add_legacy=False)
-    return [one for one in held if not isinstance(one, PrefixChange)]
-
-
 class FileNames:
     """Converts tensors of a model to tensors of files and back; files have a tensor for each expert of a stack.
 
@@ -359,12 +347,18 @@ class FileNames:
         self._model: Any = None
         self.merged: list[str] = []
         if is_of_transformers(model):
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import PrefixChange
+
             # transformers looks for its models in a walk of all modules, for each tensor: 3 s for 128 layers.
             self._model = copy(model)
             parts = [(path, part) for path, part in model.named_modules() if is_of_transformers(part)]
             vars(self._model)["named_modules"] = lambda *_, **__: iter(parts)
             # Codes are not merged, as of a query, a key and a value; transformers also loads the names of the model.
-            found = _conversions(self._model)
+            found = getattr(model, "_weight_conversions", None)
+            if found is None:  # transformers reverts these as it saves a model that it did not load
+                mapping = get_model_conversion_mapping(self._model, add_legacy=False)
+                found = [one for one in mapping if not isinstance(one, PrefixChange)]
             vars(self._model)["_weight_conversions"] = [one for one in found if len(one.target_patterns) == 1]
             several = (one for one in found if len(one.target_patterns) > 1)
             self.merged += [

@@ -61,7 +61,7 @@ EXACT = "exact global scale of "
 """The prefix before a layer's name of a header's key for an exact scale; the file's tensor has its reciprocal."""
 PLAIN = "re:experts in float"
 """The target of an FP8 scheme that no layer has. transformers takes the first scheme for "experts" for all tensors that
-it merges, and keeps tensors in float only under FP8."""
+it merges, and keeps tensors in float only under FP8. Servers were not run with such a file."""
 _FORMATS = {one.bits: one for one in map(parse_format, ("float8_e4m3fn", "float6_e2m3fn", "float4_e2m1fn"))}
 _POWERS, _E4M3 = parse_format("float8_e8m0fnu"), _FORMATS[8]
 _HALVES = {torch.float16: parse_format("float16"), torch.bfloat16: parse_format("bfloat16")}

@@ -43,7 +43,7 @@ class Engine:
         bound: a text with the measured difference between the engine's results and the simulation, or "not run".
         serves: the models and machines that the engine is for.
         kinds: groups of names of presets, faster groups first; the engine multiplies in the same way for all presets
-            of a group, and `advise` compares the presets of a group with each other.
+            in a group, and `advise` compares presets within a group.
         files: the name of the files that the engine reads: a format of `fakequant.deliver`, or a style of
             `fakequant.export_onnx`.
         export: the name of the function of this package that writes the engine's files, if `fakequant.deliver` does

@@ -327,8 +327,8 @@ class Quantizer(QuantizerPart):
 
     `scale` and `zero_point` are buffers (None until calibrated); the scale stays float32 in half precision. With
     `by_value`, their first axis has an entry for each bin of the value. After `learn(method)` both are None, and
-    `learned`, a submodule under the name of the method, holds parameters that training moves. The buffer `global_scale`
-    of a dynamic quantizer is 1 / the fixed per-tensor scale that multiplies the scales of blocks.
+    `learned`, a submodule under the name of the method, holds parameters that training moves. If the quantizer
+    is dynamic, the buffer `global_scale` is 1 / the fixed per-tensor scale that multiplies the scales of blocks.
 
     The buffer `fixed_codes` is None, or holds the codes that a solver or a file chose, as integers in the shape of the
     weight. The codes are valid while the weight equals their values, bit for bit. If quantizing these values gives the

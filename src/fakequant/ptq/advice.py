@@ -233,7 +233,7 @@ class SearchOrder:
         return [best.way._replace(steps="best")]
 
     def _leading(self, presets: Sequence[str]) -> list[Compared]:
-        """Of the best results of each preset the two best; results with equal figures count as one."""
+        """The two best presets, each by its best result; results with equal figures count as one."""
         best = [row for preset in presets if (row := self.best_of([preset])) is not None]
         unlike = {(row.error, row.bytes, row.metric): row for row in best[::-1]}
         return sorted(unlike.values(), key=lambda row: (-self.score(row), row.error))[:_TWO]

@@ -119,8 +119,8 @@ class Scores:
         layers: for the path of each layer, the score of each preset.
         weights: how many weights each layer has; 0 if an earlier layer has the same parameter.
         ties: groups of layers that get the same preset, because they read the same tensor or have the same parameter.
-        arriving: for each layer and preset, errors of the output [samples]; the loss is their mean square. The errors
-            of a mix are the sums over its layers.
+        arriving: for each layer and preset, errors of the output [samples]; the loss is their mean square. A mix
+            has the sums of these errors over its layers.
         products: how many multiply-accumulates each layer has for the first batch.
         why_float: for the path of each other layer with weights: why it has no scores, and stays in float.
         in_float: for the path of each module, the bytes of its parameters that stay in float.

@@ -199,9 +199,9 @@ class LayerResult:
         layer: the path of the layer.
         before: the error of the output if the weight is rounded to nearest, as a share of the output's energy.
         after: the same error with the chosen ranges and codes.
-        steps: for the name of each step, the error after the step. For "smooth", "rotate" and "input", it is the share
-            of the error that is left after the step, for the first of the layers that read the input. For "bias", it is
-            the error of the nearest values with a bias that corrects the mean error; later steps have such a bias, too.
+        steps: for the name of each step, the error after the step. For "smooth", "rotate" and "input", the entry is
+            the part of the error that the step leaves, in the first layer that reads the input. For "bias", it is the
+            error of the nearest values with a bias that corrects the mean error; later steps have such a bias, too.
             "drift" has no entry: it changes the target of "gptq" and the other solvers.
         note: why no values were chosen; "" otherwise.
         remarks: notes on how the values were chosen.

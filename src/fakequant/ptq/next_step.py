@@ -294,8 +294,8 @@ def next_step(model: nn.Module, batches: KeptBatches, known: AdviceContext = USU
     change of 2 or 3 lowers the error, the two sets of batches are swapped, and the change must lower the error again.
     Unless the model lost little, static ranges are first calibrated again, by the method that made them, on the
     batches that make the changes. So errors differ because of the change, not because of the data. A change costs a
-    run of the batches that measure; a preset also costs a run of the others, and `improve` its usual time. The presets
-    of the package give at most twelve changes, for any number of layers.
+    run of the batches that measure; a preset also costs a run of the others, and `improve` its usual time. There
+    are at most twelve changes with the presets of this package, for any number of layers.
 
     Args:
         batches: numbered from 0. Of the first eight, those with odd numbers measure, and the others make the changes.

@@ -187,7 +187,7 @@ def _traced(model: nn.Module, example: Any, dynamic_shapes: Any) -> ExportedProg
         if (found := _UNKNOWN_OUTPUT.search(str(error))) is None:
             raise
         parameters = inspect.signature(model.forward).parameters
-        # Of a model that passes keywords on, other results have no cache to leave out.
+        # A model that passes keywords on takes `use_cache`, but only a result that is a cache can be left out.
         is_cache = "cache" in found["name"].lower()
         takes = (p.name == _CACHE or (is_cache and p.kind is p.VAR_KEYWORD) for p in parameters.values())
         if _CACHE in kwargs or not any(takes):
